@@ -1,0 +1,1 @@
+"""Fine-tuning of converted checkpoints from job files; the conversion does not depend on it."""
