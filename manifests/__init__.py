@@ -1,0 +1,1 @@
+"""Identity, digests, manifests and their verification; nothing here needs torch."""

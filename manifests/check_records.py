@@ -1,0 +1,100 @@
+"""The manifest's sections against one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mla_convert.errors import InputRefused
+from mla_convert.manifests.check_identity import same_fields
+from mla_convert.manifests.digest import combined_digest, tokenizer_digest, weight_files
+from mla_convert.manifests.identity import canonical_mla_id, checkpoint_identity
+from mla_convert.manifests.layers import LayerReceipt
+from mla_convert.manifests.models import NO_SPLIT, ConversionManifest
+from mla_convert.manifests.problems import VerifyProblem, expect, problem
+
+FREQUENCY_TOLERANCE = 1e-6
+"""Relative; runtimes hold frequencies in float32, whose spacing is 1.2e-7."""
+
+
+def check_records(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
+    """The id, digests of digests, and everything that is written in two places."""
+    identity, method = manifest.identity, manifest.method
+    yield from expect("canonical_mla_id", canonical_mla_id(identity), manifest.canonical_mla_id)
+    yield from expect("method.profile", identity.architecture.profile, method.profile)
+    yield from expect("method.latent_norm_route", identity.architecture.latent_norm.route, method.latent_norm_route)
+    yield from _checkpoint(manifest)
+    yield from _source(manifest)
+    yield from _layers(manifest)
+    yield from _reload_check(manifest)
+    yield from same_fields("split", NO_SPLIT, manifest.split)
+
+
+def close(left: float, right: float) -> bool:
+    """Whether two frequencies are the same number to a runtime."""
+    return math.isclose(left, right, rel_tol=FREQUENCY_TOLERANCE)
+
+
+def _checkpoint(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
+    written = manifest.identity.checkpoint
+    try:
+        derived = checkpoint_identity(
+            manifest.outputs.files,
+            source_checkpoint_digest=manifest.source.checkpoint_digest,
+            dtypes=written.dtypes,
+        )
+    except InputRefused as error:
+        yield problem("invalid", "outputs.files (checkpoint)", error.expected, error.message)
+        return
+    yield from same_fields("identity.checkpoint", derived, written)
+
+
+def _source(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
+    source = manifest.source
+    yield from expect("source.checkpoint_digest", combined_digest(weight_files(source.files)), source.checkpoint_digest)
+    if source.kind == "gguf":
+        # A GGUF file holds config and tokenizer inside, so their digests are of what was read out of it.
+        return
+    config = next((file.sha256 for file in source.files if file.path == "config.json"), None)
+    derived = None if config is None else f"sha256:{config}"
+    yield from expect("source.config_digest", derived, source.config_digest)
+    yield from expect("source.tokenizer_digest", tokenizer_digest(source.files), source.tokenizer_digest)
+
+
+def _layers(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
+    arch = manifest.identity.architecture
+    indices = [layer.index for layer in manifest.layers]
+    yield from expect("layers (indices)", list(range(arch.num_hidden_layers)), indices)
+    for layer in manifest.layers:
+        prefix = f"layers.{layer.index}"
+        yield from expect(f"{prefix}.kv_lora_rank", arch.kv_lora_rank, layer.kv_lora_rank)
+        yield from _slots(layer, prefix, manifest.identity.position.frequencies)
+
+
+def _slots(layer: LayerReceipt, prefix: str, frequencies: tuple[float, ...]) -> Iterator[VerifyProblem]:
+    used = [slot.slot for slot in layer.rope_slots]
+    if len(used) != len(set(used)):
+        yield problem("invalid", f"{prefix}.rope_slots", "each slot once", used)
+    for slot in layer.rope_slots:
+        if slot.slot >= len(frequencies):
+            yield problem("invalid", f"{prefix}.rope_slots", f"slots below {len(frequencies)}", slot.slot)
+        elif not close(slot.frequency, frequencies[slot.slot]):
+            subject = f"{prefix}.rope_slots (slot {slot.slot})"
+            yield from expect(subject, frequencies[slot.slot], slot.frequency)
+
+
+def _reload_check(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
+    check = manifest.reload_check
+    held = check.relative_error <= check.tolerance
+    yield from expect("reload_check.passed", held, check.passed)
+    if not check.passed:
+        yield problem("invalid", "reload_check", "a check that passed", "a check that failed")
+    if not math.isclose(
+        check.relative_error * check.max_abs_logit, check.max_abs_logit_error, rel_tol=1e-6, abs_tol=1e-12
+    ):
+        yield problem(
+            "invalid",
+            "reload_check.relative_error",
+            "max_abs_logit_error / max_abs_logit",
+            check.relative_error,
+        )

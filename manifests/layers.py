@@ -1,0 +1,41 @@
+"""What a conversion did to each layer."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from mla_convert.manifests.record import Record
+
+
+class RopeSlot(Record):
+    """One rotated pair of the target's shared rotary row, and the source component that it carries."""
+
+    slot: int = Field(ge=0)
+    pair: int = Field(ge=0)
+    frequency: float
+    component: int | None
+    kv_head: int | None
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> RopeSlot:
+        if (self.component is None) == (self.kv_head is None):
+            raise ValueError("a slot carries either a component over the heads or one kv_head")
+        return self
+
+
+class LayerReceipt(Record):
+    """Ranks, rotary slots and measured errors of one converted layer; errors are relative Frobenius norms."""
+
+    index: int = Field(ge=0)
+    kv_lora_rank: int = Field(gt=0)
+    useful_rank: int = Field(ge=0)
+    key_rank: int | None
+    value_rank: int | None
+    rope_slots: tuple[RopeSlot, ...]
+    key_map_error: float = Field(ge=0)
+    value_map_error: float = Field(ge=0)
+    weighted_key_error: float | None = Field(ge=0)
+    weighted_value_error: float | None = Field(ge=0)
+    singular_energy_kept: float = Field(ge=0)
+    predicted_output_error: float | None = Field(ge=0)
+    singular_values: tuple[float, ...]
