@@ -1,0 +1,1 @@
+"""From a source checkpoint to an MLA checkpoint: read, calibrate, select, factorise, write, check."""

@@ -1,0 +1,123 @@
+"""Calibration of all layers, streamed, with the statistics kept on disk by digest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mla_convert.cache_dir import cache_root
+from mla_convert.convert.checkpoint import SourceCheckpoint
+from mla_convert.convert.source_model import LayerPass, StreamedSource
+from mla_convert.convert.source_reading import check_reading
+from mla_convert.convert.statistics import LayerStatistics, Moments, measure_layer
+from mla_convert.manifests.digest import sha256_json
+
+# Part of the cache key: raised whenever `measure_layer` measures something else.
+STATISTICS_VERSION = 2
+
+
+@dataclass(frozen=True)
+class StatisticsStore:
+    """Statistics of all layers in one folder, read one layer at a time.
+
+    Attributes:
+        folder: One safetensors file per layer.
+        digest: Key of what they were measured on.
+        reused: Whether they were found instead of measured.
+    """
+
+    folder: Path
+    digest: str
+    reused: bool
+
+    def load(self, layer: int) -> LayerStatistics:
+        """Statistics of one layer."""
+        stored = load_file(self.folder / _layer_file(layer))
+        return _unpack(stored)
+
+
+def _layer_file(layer: int) -> str:
+    return f"layer_{layer:04d}.safetensors"
+
+
+MOMENTS = ("input", "key_input", "value_input")
+COMPLEX = ("key_second", "gamma")
+
+
+def _pack(statistics: LayerStatistics) -> dict[str, Tensor]:
+    """Complex values with a last axis (real, imaginary): safetensors has no complex128."""
+    packed: dict[str, Tensor] = {}
+    for field in fields(LayerStatistics):
+        value = getattr(statistics, field.name)
+        if field.name in MOMENTS:
+            packed[f"{field.name}.mean"], packed[f"{field.name}.second"] = value.mean, value.second
+        else:
+            packed[field.name] = torch.view_as_real(value.resolve_conj()) if field.name in COMPLEX else value
+    return {name: value.contiguous() for name, value in packed.items()}
+
+
+def _unpack(stored: dict[str, Tensor]) -> LayerStatistics:
+    values: dict[str, Any] = {name: stored[name] for name in stored if "." not in name}
+    for name in MOMENTS:
+        values[name] = Moments(stored[f"{name}.mean"], stored[f"{name}.second"])
+    for name in COMPLEX:
+        # safetensors aligns to 8 bytes; torch's vectorised complex128 kernels crash unless it is 16, as a copy is.
+        values[name] = torch.view_as_complex(stored[name].clone())
+    return LayerStatistics(**values)
+
+
+def calibrate(checkpoint: SourceCheckpoint, source_digest: str, token_ids: Tensor) -> StatisticsStore:
+    """Measure every layer on windows of tokens, or find the same measurement on disk.
+
+    Args:
+        checkpoint: The source.
+        source_digest: Digest of its files; part of the key.
+        token_ids: (N, T) int64.
+
+    Raises:
+        CheckFailed: If a layer of the source does not compute what its weights say (see `check_reading`).
+    """
+    digest = sha256_json(
+        {
+            "version": STATISTICS_VERSION,
+            "source": source_digest,
+            "shape": list(token_ids.shape),
+            "tokens": token_ids.flatten().tolist(),
+        }
+    )
+    folder = cache_root() / "statistics" / digest.removeprefix("sha256:")
+    if folder.is_dir():
+        return StatisticsStore(folder, digest, reused=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    working = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for done in StreamedSource(checkpoint).layers(token_ids, "calibrating"):
+            save_file(_pack(_measure(checkpoint, done)), working / _layer_file(done.layer))
+        _publish(working, folder)
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+    return StatisticsStore(folder, digest, reused=False)
+
+
+def _measure(checkpoint: SourceCheckpoint, done: LayerPass) -> LayerStatistics:
+    weights = checkpoint.layer_weights(done.layer)
+    # One window is enough to see that the family's row describes this checkpoint.
+    check_reading(weights, checkpoint.rope.frequencies, done, windows=1)
+    return measure_layer(weights, done.attention_input, checkpoint.rope.frequencies)
+
+
+def _publish(working: Path, folder: Path) -> None:
+    try:
+        os.replace(working, folder)
+    except OSError:
+        # Another run finished the same measurement first; its files are equal by construction of the key.
+        if not folder.is_dir():
+            raise

@@ -1,0 +1,154 @@
+"""Writing a checkpoint folder so that it either is finished or is not there.
+
+Everything goes to a hidden sibling of the target; a rename is the last step. A crash leaves the sibling, never a
+folder that looks finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mla_convert.errors import UsageFault
+
+SHARD_BYTES = 4 * 1024**3
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class FolderTransaction:
+    """A folder written beside its target and renamed into place by `commit`.
+
+    Args:
+        target: Final path.
+        overwrite: Replace an existing folder.
+
+    Raises:
+        UsageFault: If the target exists and `overwrite` is not set.
+    """
+
+    def __init__(self, target: Path, *, overwrite: bool) -> None:
+        refuse_existing(target, overwrite=overwrite)
+        self.target = target
+        self.working = target.parent / f".{target.name}.incomplete-{os.getpid()}"
+
+    def __enter__(self) -> FolderTransaction:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.working, ignore_errors=True)
+        self.working.mkdir()
+        return self
+
+    def commit(self) -> None:
+        """Flush every file and move the folder to its final name."""
+        for path in sorted(self.working.rglob("*")):
+            if path.is_file():
+                _flush(path)
+        _flush(self.working)
+        replaced = self.target.parent / f".{self.target.name}.replaced-{os.getpid()}"
+        if self.target.exists():
+            os.replace(self.target, replaced)
+        os.replace(self.working, self.target)
+        _flush(self.target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.working, ignore_errors=True)
+
+
+def refuse_existing(target: Path, *, overwrite: bool) -> None:
+    """Refuse a target that exists, or that `overwrite` must not replace.
+
+    Raises:
+        UsageFault: Unless the target is free, empty, or a folder that `overwrite` may replace.
+    """
+    if not target.exists() and not target.is_symlink():
+        return
+    if target.is_symlink() or not target.is_dir():
+        raise UsageFault("the output exists and is not a folder", where=str(target))
+    if not overwrite and any(target.iterdir()):
+        raise UsageFault("the output folder exists", where=str(target), remedy="Choose another, or give --overwrite.")
+    if overwrite and any(target.iterdir()) and not (target / "config.json").is_file():
+        raise UsageFault(
+            "--overwrite replaces checkpoints only", expected="a config.json in it", found="none", where=str(target)
+        )
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class ShardWriter:
+    """Writes tensors into safetensors shards as they come, holding at most one shard in memory.
+
+    Args:
+        folder: Where shards go.
+        shard_bytes: Size at which a shard is closed.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder = folder
+        self._limit = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[dict[str, int]] = []
+        self._dtypes: set[str] = set()
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Names of the dtypes written so far, sorted."""
+        return tuple(sorted(self._dtypes))
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add one tensor under a name not used before."""
+        if name in self._pending or any(name in shard for shard in self._shards):
+            raise ValueError(f"{name} is written twice")
+        self._dtypes.add(str(tensor.dtype).removeprefix("torch."))
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._limit:
+            self._close_shard()
+        # A copy of its own: safetensors refuses tensors that share storage.
+        self._pending[name] = tensor.detach().contiguous().clone()
+        self._pending_bytes += size
+
+    def finish(self) -> None:
+        """Close the last shard, give the shards their names and write the index."""
+        self._close_shard()
+        total = len(self._shards)
+        if total == 1:
+            os.replace(self._folder / _part(0), self._folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(self._shards):
+            name = f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+            os.replace(self._folder / _part(number), self._folder / name)
+            weight_map.update(dict.fromkeys(shard, name))
+        size = sum(sum(shard.values()) for shard in self._shards)
+        write_json(self._folder / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+    def _close_shard(self) -> None:
+        if not self._pending:
+            return
+        save_file(self._pending, self._folder / _part(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append({name: value.numel() * value.element_size() for name, value in self._pending.items()})
+        self._pending, self._pending_bytes = {}, 0
+
+
+def _part(number: int) -> str:
+    return f"part-{number:05d}.safetensors"
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write indented JSON with sorted keys and a final newline."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,54 @@
+"""What a user asks for, before it is checked against a source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mla_convert.convert.plan import Factorization, Gamma, NormRoute, ProfileName, RopePolicy, Weighting
+
+DEFAULT_TOKENS = 5120
+DEFAULT_WINDOW = 512
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Options of one conversion.
+
+    Attributes:
+        lossless: Rotate all pairs and keep the full useful rank.
+        kv_lora_rank: Stored latent width.
+        qk_rope_head_dim: Rotary width, two numbers per slot.
+        profile: `auto` takes `engine` where it can carry the source and the policy, else `hf`.
+        rope_policy: See `RopePolicy`.
+        factorization: `joint` or `split`.
+        key_rank: Key rank of `split`.
+        weighting: None takes `output` with calibration text and `weight` without.
+        gamma: Constant of unrotated pairs.
+        latent_norm: `auto` takes `epsilon`, or `constant` for float16.
+        dtype: Output dtype.
+        pad_cache: Stored (kv_lora_rank, qk_rope_head_dim) with rows of zeros beyond what is used.
+        calibration: Text sources.
+        calibration_tokens: Tokens to measure on.
+        calibration_window: Tokens per window.
+        text_field: Field of JSONL and dataset rows.
+        seed: Of sampling and probes.
+    """
+
+    lossless: bool = False
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    profile: ProfileName | Literal["auto"] = "auto"
+    rope_policy: RopePolicy = "optimal"
+    factorization: Factorization = "joint"
+    key_rank: int | None = None
+    weighting: Weighting | None = None
+    gamma: Gamma = "measured"
+    latent_norm: NormRoute | Literal["auto"] = "auto"
+    dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
+    pad_cache: tuple[int, int] | None = None
+    calibration: tuple[str, ...] = ()
+    calibration_tokens: int = DEFAULT_TOKENS
+    calibration_window: int = DEFAULT_WINDOW
+    text_field: str = "text"
+    seed: int = 0

@@ -1,0 +1,108 @@
+"""What a conversion will do, decided before any work: frozen, printable, with an identity of its own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from mla_convert.manifests.digest import sha256_json
+
+ProfileName = Literal["engine", "hf", "full"]
+RopePolicy = Literal["optimal", "high", "low", "uniform", "2-norm"]
+Factorization = Literal["joint", "split"]
+Weighting = Literal["output", "activation", "weight"]
+Gamma = Literal["measured", "one"]
+NormRoute = Literal["epsilon", "constant"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+HEAD_POLICIES: tuple[RopePolicy, ...] = ("high", "low", "uniform", "2-norm")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CalibrationSpec(_Frozen):
+    """What the statistics are measured on.
+
+    Attributes:
+        texts: Text sources as given.
+        tokens: Calibration tokens asked for.
+        window: Tokens per window.
+        text_field: Field of JSONL rows and dataset rows.
+    """
+
+    texts: tuple[str, ...]
+    tokens: int
+    window: int
+    text_field: str
+
+
+class ConversionPlan(_Frozen):
+    """Every choice of one conversion; stored widths include padding and a constant channel.
+
+    Attributes:
+        family: Source family.
+        profile: Output profile.
+        lossless: All pairs rotated and full useful rank.
+        rope_policy: How rotary components are chosen.
+        rope_slots: Rotary pairs of the shared key that are used.
+        factorization: `joint` or `split`.
+        key_rank: Key rank of `split`, None where it follows the spectra.
+        weighting: Metric of the factorisation.
+        gamma: `measured`, or `one` as published converters have it.
+        useful_rank: Latent channels that carry something.
+        kv_lora_rank: Stored latent width.
+        qk_rope_head_dim: Stored rope width.
+        qk_nope_head_dim: Content key width per head.
+        v_head_dim: Value width per head.
+        q_lora_rank: Width of the query detour that carries a query bias, else None.
+        attention_bias: Whether the target has biases.
+        latent_norm: How the stock latent norm is neutralised.
+        residual_scale: Factor on the residual stream (1 where nothing is scaled).
+        rms_norm_eps: Epsilon written to the configuration.
+        tie_word_embeddings: Written to the configuration.
+        dtype: `source` keeps each tensor's dtype.
+        attention_dtype: Dtype of the new attention tensors.
+        damping: Share of the mean input variance added to every direction.
+        seed: Of calibration sampling and probes.
+        calibration: None where no statistics are needed.
+    """
+
+    family: str
+    profile: ProfileName
+    lossless: bool
+    rope_policy: RopePolicy
+    rope_slots: int
+    factorization: Factorization
+    key_rank: int | None
+    weighting: Weighting
+    gamma: Gamma
+    useful_rank: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None
+    attention_bias: bool
+    latent_norm: NormRoute
+    residual_scale: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    dtype: Literal["source", "float32", "bfloat16", "float16"]
+    attention_dtype: DtypeName
+    damping: float
+    seed: int
+    calibration: CalibrationSpec | None
+
+    @property
+    def plan_id(self) -> str:
+        """`sha256:…` of the plan's canonical JSON."""
+        return sha256_json(self.model_dump(mode="json"))
+
+    @property
+    def padded(self) -> bool:
+        """Whether rows of zeros were asked for beyond what is used."""
+        channel = 1 if self.latent_norm == "constant" else 0
+        return self.kv_lora_rank > self.useful_rank + channel or self.qk_rope_head_dim > 2 * self.rope_slots

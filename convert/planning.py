@@ -1,0 +1,207 @@
+"""From options and a source's headers to a `ConversionPlan`, refusing what cannot be done."""
+
+from __future__ import annotations
+
+from mla_convert.convert.checkpoint import SourceCheckpoint
+from mla_convert.convert.options import ConvertOptions
+from mla_convert.convert.plan import CalibrationSpec, ConversionPlan, DtypeName, NormRoute, ProfileName, Weighting
+from mla_convert.convert.profiles import ENGINE_NORM_EPS, Demand, refusal, residual_scale
+from mla_convert.convert.weights import AttentionShape
+from mla_convert.errors import InputRefused, UsageFault
+
+# Content width of a plan without content: stock attention wants at least one column, eight keep it aligned.
+EMPTY_CONTENT_WIDTH = 8
+# With at least twice as many tokens as dimensions the covariance stands alone; below, unseen directions get a price.
+DAMPING, SCARCE_DAMPING = 1e-6, 1e-3
+
+
+def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPlan:
+    """Decide everything that can be decided before work starts.
+
+    Raises:
+        UsageFault: For options that contradict each other or are out of range, with the legal range.
+        InputRefused: If no profile carries the source, or the one asked for does not.
+    """
+    shape = source.shape
+    slots = _rope_slots(shape, options)
+    attention_dtype = _attention_dtype(source, options)
+    policy = "high" if options.lossless else options.rope_policy
+    profile = _profile(source, options, Demand(policy, slots, attention_dtype))
+    norm = _norm_route(options, attention_dtype)
+    if norm == "constant" and profile == "engine":
+        raise UsageFault(
+            "the engine profile has no bias for a constant channel", remedy="Use --latent-norm epsilon or --profile hf."
+        )
+    channel = 1 if norm == "constant" else 0
+    useful, stored, stored_rope = _widths(shape, options, slots, channel)
+    weighting = _weighting(options)
+    calibration = _calibration(options)
+    scarce = calibration is not None and calibration.tokens < 2 * shape.hidden_size
+    scale = residual_scale(profile, float(source.config.rms_norm_eps))
+    return ConversionPlan(
+        family=source.family.name,
+        profile=profile,
+        lossless=options.lossless,
+        rope_policy=policy,
+        rope_slots=slots,
+        factorization=options.factorization,
+        key_rank=_key_rank(shape, options, useful, slots),
+        weighting=weighting,
+        gamma="one" if calibration is None else options.gamma,
+        useful_rank=useful,
+        kv_lora_rank=stored,
+        qk_rope_head_dim=stored_rope,
+        qk_nope_head_dim=_content_width(shape, policy, slots),
+        v_head_dim=shape.head_dim,
+        q_lora_rank=shape.hidden_size + 1 if _has_query_bias(source) else None,
+        attention_bias=profile == "hf" and (source.has_bias or norm == "constant" or calibration is not None),
+        latent_norm=norm,
+        residual_scale=scale,
+        rms_norm_eps=ENGINE_NORM_EPS if profile == "engine" else float(source.config.rms_norm_eps),
+        tie_word_embeddings=source.tied and profile != "engine",
+        dtype=options.dtype,
+        attention_dtype=attention_dtype,
+        damping=SCARCE_DAMPING if scarce else DAMPING,
+        seed=options.seed,
+        calibration=calibration,
+    )
+
+
+def legal_rope_step(shape: AttentionShape, policy: str) -> int:
+    """`qk_rope_head_dim` must be a multiple of this: 2, or 2·G for policies that keep pairs per key head."""
+    return 2 if policy == "optimal" else 2 * shape.num_kv_heads
+
+
+def _rope_slots(shape: AttentionShape, options: ConvertOptions) -> int:
+    everything = shape.num_kv_heads * shape.pairs
+    if options.lossless:
+        if options.kv_lora_rank is not None or options.qk_rope_head_dim is not None:
+            raise UsageFault("--lossless sets both widths itself", remedy="Drop --kv-lora-rank and --qk-rope-head-dim.")
+        return everything
+    if options.kv_lora_rank is None or options.qk_rope_head_dim is None:
+        raise UsageFault("no widths given", expected="--lossless, or both --kv-lora-rank and --qk-rope-head-dim")
+    step, width = legal_rope_step(shape, options.rope_policy), options.qk_rope_head_dim
+    if not step <= width <= 2 * everything or width % step:
+        raise UsageFault(
+            f"--qk-rope-head-dim does not fit policy {options.rope_policy!r}",
+            expected=f"a multiple of {step} from {step} to {2 * everything}",
+            found=str(width),
+        )
+    return width // 2
+
+
+def _widths(shape: AttentionShape, options: ConvertOptions, slots: int, channel: int) -> tuple[int, int, int]:
+    """(useful rank, stored rank, stored rope width)."""
+    largest = shape.useful_rank(2 * slots)
+    if options.lossless:
+        useful, stored = largest, largest + channel
+    else:
+        assert options.kv_lora_rank is not None  # checked by _rope_slots
+        useful, stored = options.kv_lora_rank - channel, options.kv_lora_rank
+        if not 1 <= useful <= largest:
+            raise UsageFault(
+                "--kv-lora-rank is out of range",
+                expected=f"{1 + channel} to {largest + channel}, from min(hidden {shape.hidden_size}, "
+                f"{shape.cached_numbers} cached numbers - {2 * slots} rotary)"
+                + (" and one constant channel" if channel else ""),
+                found=str(options.kv_lora_rank),
+                remedy="Larger ranks carry nothing; --pad-cache adds rows of zeros where a kernel wants them.",
+            )
+    if options.pad_cache is None:
+        return useful, stored, 2 * slots
+    pad_rank, pad_rope = options.pad_cache
+    if pad_rank < stored or pad_rope < 2 * slots or pad_rope % 2:
+        raise UsageFault(
+            "--pad-cache is narrower than what is stored",
+            expected=f"at least {stored}+{2 * slots}, rope even",
+            found=f"{pad_rank}+{pad_rope}",
+        )
+    return useful, pad_rank, pad_rope
+
+
+def _profile(source: SourceCheckpoint, options: ConvertOptions, demand: Demand) -> ProfileName:
+    if options.profile != "auto":
+        reason = refusal(options.profile, source, demand)
+        if reason is not None:
+            raise InputRefused(reason, where=f"profile {options.profile}")
+        return options.profile
+    order: tuple[ProfileName, ...] = ("engine", "hf")
+    for profile in order:
+        if refusal(profile, source, demand) is None:
+            return profile
+    raise InputRefused("; ".join(f"{name}: {refusal(name, source, demand)}" for name in order), where="profile auto")
+
+
+def _attention_dtype(source: SourceCheckpoint, options: ConvertOptions) -> DtypeName:
+    if options.dtype != "source":
+        return options.dtype
+    name = str(source.attention_dtype).removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise InputRefused(f"attention weights in {name}", remedy="Choose --dtype float32 or bfloat16.")
+    return name  # type: ignore[return-value]
+
+
+def _norm_route(options: ConvertOptions, dtype: str) -> NormRoute:
+    if options.latent_norm == "auto":
+        return "constant" if dtype == "float16" else "epsilon"
+    if options.latent_norm == "epsilon" and dtype == "float16":
+        raise UsageFault("the epsilon route does not fit float16", remedy="Use --latent-norm constant.")
+    return options.latent_norm
+
+
+def _weighting(options: ConvertOptions) -> Weighting:
+    if options.lossless:
+        return "weight"
+    weighting = options.weighting or ("output" if options.calibration else "weight")
+    if weighting != "weight" and not options.calibration:
+        raise UsageFault(f"--weighting {weighting} needs calibration text", remedy="Give --calibration PATH.")
+    if not options.calibration and options.rope_policy in ("optimal", "2-norm"):
+        raise UsageFault(
+            f"--rope-policy {options.rope_policy} needs calibration text",
+            remedy="Give --calibration PATH, or use high, low or uniform.",
+        )
+    return weighting
+
+
+def _calibration(options: ConvertOptions) -> CalibrationSpec | None:
+    if options.lossless or not options.calibration:
+        return None
+    if options.calibration_window < 2 or options.calibration_tokens < options.calibration_window:
+        raise UsageFault(
+            "too few calibration tokens for one window",
+            expected="--calibration-tokens at least --calibration-window, which is at least 2",
+            found=f"{options.calibration_tokens} tokens, windows of {options.calibration_window}",
+        )
+    return CalibrationSpec(
+        texts=options.calibration,
+        tokens=options.calibration_tokens,
+        window=options.calibration_window,
+        text_field=options.text_field,
+    )
+
+
+def _key_rank(shape: AttentionShape, options: ConvertOptions, useful: int, slots: int) -> int | None:
+    if options.factorization == "joint" or options.lossless:
+        if options.key_rank is not None:
+            raise UsageFault("--key-rank is for --factorization split")
+        return None
+    if options.key_rank is None:
+        return None
+    content = shape.num_kv_heads * shape.head_dim - 2 * slots
+    lowest, highest = max(0, useful - shape.num_kv_heads * shape.head_dim), min(useful, max(content, 0))
+    if not lowest <= options.key_rank <= highest:
+        raise UsageFault("--key-rank is out of range", expected=f"{lowest} to {highest}", found=str(options.key_rank))
+    return options.key_rank
+
+
+def _content_width(shape: AttentionShape, policy: str, slots: int) -> int:
+    """Columns per head for what is not rotated; the same in every layer, so known before calibration."""
+    if slots == shape.num_kv_heads * shape.pairs:
+        return EMPTY_CONTENT_WIDTH
+    if policy in ("high", "low", "uniform"):
+        return shape.head_dim - 2 * slots // shape.num_kv_heads
+    return shape.head_dim
+
+
+def _has_query_bias(source: SourceCheckpoint) -> bool:
+    return source.layer_name(0, "q_proj.bias") in source.files.names

@@ -1,0 +1,87 @@
+"""What each output profile can carry, as rules that say yes or give the reason (design.md, "Output profiles")."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mla_convert.convert.checkpoint import SourceCheckpoint
+from mla_convert.convert.plan import HEAD_POLICIES, ProfileName, RopePolicy
+
+# The engines read the latent norm's epsilon from `rms_norm_eps`; transformers hard-codes 1e-6 for it.
+ENGINE_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a plan wants a profile to hold.
+
+    Attributes:
+        policy: Rope policy.
+        slots: Rotary slots.
+        dtype: Dtype of the attention tensors.
+    """
+
+    policy: RopePolicy
+    slots: int
+    dtype: str
+
+
+def refusal(profile: ProfileName, source: SourceCheckpoint, demand: Demand) -> str | None:
+    """Why `profile` cannot carry `demand` of `source`, naming what can; None if it can."""
+    if profile == "full":
+        return "the full profile is not available yet; engine and hf are"
+    return _hf_refusal(demand) if profile == "hf" else _engine_refusal(source, demand)
+
+
+def _hf_refusal(demand: Demand) -> str | None:
+    return None if demand.dtype in ("float32", "bfloat16", "float16") else f"dtype {demand.dtype} cannot be written"
+
+
+def _engine_refusal(source: SourceCheckpoint, demand: Demand) -> str | None:
+    if source.has_bias:
+        named = sorted(
+            name.removeprefix("model.layers.0.")
+            for name in source.files.names
+            if ".layers.0." in name and "bias" in name
+        )
+        return f"the engine profile has no biases and the source has {', '.join(named)}; use --profile hf"
+    if demand.dtype == "float16":
+        return "the engine profile cannot hold float16; use --dtype bfloat16 or float32, or --profile hf"
+    if not geometric(source, demand.policy, demand.slots):
+        return (
+            f"the engine profile holds one component per frequency on a geometric set, which policy "
+            f"{demand.policy!r} with {demand.slots} slots is not here; use --rope-policy optimal with at most "
+            f"{source.shape.pairs} slots, or --profile hf"
+        )
+    if source.rope.rope_type == "linear":
+        return "the engine profile cannot hold linearly scaled rope; use --profile hf"
+    legal = source.rope.unscaled_pairs
+    if legal < source.shape.pairs and demand.slots > legal:
+        return (
+            f"the engine profile is exact for {source.rope.rope_type} rope only while every kept pair is an unscaled "
+            f"one: at most {legal} pairs (--qk-rope-head-dim {2 * legal}); use that, or --profile hf"
+        )
+    return None
+
+
+def geometric(source: SourceCheckpoint, policy: RopePolicy, slots: int) -> bool:
+    """Whether a policy's slots are pairs `0, s, 2s, …`, one component each."""
+    pairs, groups = source.shape.pairs, source.shape.num_kv_heads
+    if slots > pairs:
+        return False
+    if policy == "optimal":
+        return True
+    # Per-head policies put every key head's pair in a slot of its own.
+    single_head = groups == 1 and policy in HEAD_POLICIES
+    return single_head and (policy == "high" or slots == pairs or (policy == "uniform" and pairs % slots == 0))
+
+
+def residual_scale(profile: ProfileName, rms_norm_eps: float) -> float:
+    """Factor on the residual stream so that every norm's epsilon can be 1e-6 (1.0: nothing to do).
+
+    `RMSNorm_ε(h) = RMSNorm_ε'(h·√(ε'/ε))`, so scaling what writes to the stream is exact.
+    """
+    if profile != "engine" or math.isclose(rms_norm_eps, ENGINE_NORM_EPS, rel_tol=1e-9):
+        return 1.0
+    return math.sqrt(ENGINE_NORM_EPS / rms_norm_eps)

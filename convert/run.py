@@ -1,0 +1,273 @@
+"""One conversion from end to end: open, plan, calibrate, convert layer by layer, write, reload, sign off."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_convert.convert.calibrate import calibrate
+from mla_convert.convert.calibration_text import read_corpus, sample_windows
+from mla_convert.convert.checkpoint import SourceCheckpoint, open_source
+from mla_convert.convert.checkpoint_writer import FolderTransaction, ShardWriter, refuse_existing, write_json
+from mla_convert.convert.layer import LayerPlan, convert_layer
+from mla_convert.convert.options import ConvertOptions
+from mla_convert.convert.plan import ConversionPlan
+from mla_convert.convert.planning import make_plan
+from mla_convert.convert.probe import ReferenceProbe
+from mla_convert.convert.receipts import (
+    CalibrationEvidence,
+    LayerRecord,
+    SourceDigests,
+    build_manifest,
+    digest_of_source,
+    unknown_config_keys,
+)
+from mla_convert.convert.reload_check import check_reload
+from mla_convert.convert.selection import Selection, select
+from mla_convert.convert.source_model import StreamedSource
+from mla_convert.convert.source_reading import check_reading
+from mla_convert.convert.statistics import LayerStatistics
+from mla_convert.convert.stock_layout import stock_config
+from mla_convert.convert.target import TargetWriter, copy_sidecars
+from mla_convert.convert.tokenizer import check_tokenizer, load_tokenizer
+from mla_convert.convert.weights import LayerWeights
+from mla_convert.errors import EnvironmentFault, InputRefused, UsageFault
+from mla_convert.manifests.environment import Environment, capture
+from mla_convert.manifests.models import ConversionManifest
+from mla_convert.mla.weights import MLALayerWeights
+
+# Head room for the index, the manifest and the file system's own needs.
+DISK_MARGIN = 1.05
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A finished conversion.
+
+    Attributes:
+        folder: The written checkpoint.
+        plan: What was done.
+        manifest: The evidence.
+    """
+
+    folder: Path
+    plan: ConversionPlan
+    manifest: ConversionManifest
+
+
+def convert(
+    source: str | SourceCheckpoint,
+    out: Path,
+    options: ConvertOptions,
+    *,
+    overwrite: bool = False,
+    command: Sequence[str] | None = None,
+) -> Conversion:
+    """Convert a checkpoint.
+
+    Args:
+        source: Folder, GGUF file, Hub id, or an opened source.
+        out: Folder to write; must not exist unless `overwrite`.
+        options: What is wanted.
+        overwrite: Replace an existing checkpoint folder.
+        command: Command line for the record; the process's own by default.
+
+    Raises:
+        UsageFault: For options that do not fit, or an existing `out`.
+        InputRefused: For a source or text that cannot be used.
+        EnvironmentFault: If the disk is too small.
+        CheckFailed: If the written files do not compute what was converted; `out` is then not there.
+    """
+    environment = capture(list(command if command is not None else sys.argv))
+    refuse_existing(out, overwrite=overwrite)
+    checkpoint = open_source(source) if isinstance(source, str) else source
+    refuse_inside(out, checkpoint.location.folder)
+    plan = make_plan(checkpoint, options)
+    check_disk(out, checkpoint, plan)
+    digests = digest_of_source(checkpoint)
+    evidence = _calibrate(checkpoint, digests, plan)
+    with FolderTransaction(out, overwrite=overwrite) as transaction, tempfile.TemporaryDirectory() as scratch:
+        work = _Work(checkpoint, plan, evidence, transaction.working, Path(scratch))
+        manifest = work.finish(work.write(), digests, environment, _warnings(checkpoint, evidence))
+        manifest.write(transaction.working)
+        transaction.commit()
+    return Conversion(out, plan, manifest)
+
+
+def refuse_inside(out: Path, source: Path) -> None:
+    """Refuse an output that is the source, lies in it or holds it.
+
+    Raises:
+        UsageFault: If so.
+    """
+    resolved = out.expanduser().resolve()
+    if resolved == source or source in resolved.parents or resolved in source.parents:
+        raise UsageFault("the output must not be the source, lie in it or hold it", where=str(out))
+
+
+def estimated_bytes(source: SourceCheckpoint, plan: ConversionPlan) -> int:
+    """Size of the written weights in bytes, from headers alone."""
+    chosen: torch.dtype | None = None if plan.dtype == "source" else getattr(torch, plan.dtype)
+    copied = 0
+    for name in source.files.names:
+        info = source.files.info(name)
+        if ".self_attn." not in name:
+            copied += torch.Size(info.shape).numel() * (chosen or info.dtype).itemsize
+    if source.tied and not plan.tie_word_embeddings:
+        copied += source.config.vocab_size * source.shape.hidden_size * (chosen or source.attention_dtype).itemsize
+    width, heads = source.shape.hidden_size, source.shape.num_heads
+    query = heads * (plan.qk_nope_head_dim + plan.qk_rope_head_dim)
+    per_layer = (plan.kv_lora_rank + plan.qk_rope_head_dim) * width
+    per_layer += plan.kv_lora_rank * heads * (plan.qk_nope_head_dim + plan.v_head_dim) + heads * plan.v_head_dim * width
+    per_layer += query * width if plan.q_lora_rank is None else plan.q_lora_rank * (width + query)
+    itemsize: int = getattr(torch, plan.attention_dtype).itemsize
+    return copied + per_layer * source.num_layers * itemsize
+
+
+def check_disk(out: Path, source: SourceCheckpoint, plan: ConversionPlan) -> None:
+    """Refuse to start what the disk cannot hold.
+
+    Raises:
+        EnvironmentFault: With the bytes needed and free.
+    """
+    parent = out.expanduser().absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    needed, free = int(estimated_bytes(source, plan) * DISK_MARGIN), shutil.disk_usage(parent).free
+    if needed > free:
+        raise EnvironmentFault(
+            "not enough disk space", expected=f"{needed:,} bytes", found=f"{free:,} free", where=str(parent)
+        )
+
+
+def _calibrate(source: SourceCheckpoint, digests: SourceDigests, plan: ConversionPlan) -> CalibrationEvidence | None:
+    spec = plan.calibration
+    if spec is None:
+        return None
+    corpora = tuple(read_corpus(text, spec.text_field) for text in spec.texts)
+    windows = sample_windows(
+        corpora, load_tokenizer(source.location.folder), tokens=spec.tokens, length=spec.window, seed=plan.seed
+    )
+    largest = int(windows.ids.max())
+    if largest >= source.config.vocab_size:
+        raise InputRefused(
+            "the tokenizer is not the model's",
+            expected=f"token ids below {source.config.vocab_size}",
+            found=str(largest),
+            where=str(source.location.folder),
+        )
+    return CalibrationEvidence(corpora, windows, calibrate(source, digests.checkpoint, windows.ids))
+
+
+def _warnings(source: SourceCheckpoint, evidence: CalibrationEvidence | None) -> list[str]:
+    found = []
+    unknown = unknown_config_keys(source)
+    if unknown:
+        found.append(f"config.json has keys that transformers' class does not know: {', '.join(unknown)}")
+    if evidence is not None and evidence.windows.tokens < source.shape.hidden_size:
+        found.append(
+            f"{evidence.windows.tokens} calibration tokens for {source.shape.hidden_size} dimensions: "
+            "directions never seen are held by damping alone"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What is known once all tensors are on disk."""
+
+    config: dict[str, Any]
+    layers: list[LayerRecord]
+    writer: TargetWriter
+    probe_ids: Tensor
+    expected_logits: Tensor
+    softmax_scale: float
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The layer loop: source pass, conversion, writing and the reference side by side."""
+
+    source: SourceCheckpoint
+    plan: ConversionPlan
+    evidence: CalibrationEvidence | None
+    folder: Path
+    scratch: Path
+
+    def write(self) -> _Written:
+        """Convert and write every layer."""
+        store = None if self.evidence is None else self.evidence.store
+        selection = select(self.plan, self.source, store)
+        streamed = StreamedSource(self.source)
+        probe = ReferenceProbe.start(self.source, streamed, self.scratch, self.plan.seed)
+        writer = TargetWriter(self.source, self.plan, ShardWriter(self.folder))
+        writer.write_embedding()
+        layers, scale, hidden = [], 1.0, torch.empty(0)
+        for done in streamed.layers(probe.ids, "converting"):
+            weights = self.source.layer_weights(done.layer)
+            check_reading(weights, self.source.rope.frequencies, done, windows=1)
+            statistics = None if store is None else store.load(done.layer)
+            converted, record = self.convert_one(weights, statistics, selection)
+            writer.write_layer(done.layer, converted)
+            probe.advance(done.layer, converted)
+            layers.append(record)
+            scale, hidden = weights.softmax_scale, done.hidden
+        writer.write_head()
+        config = stock_config(self.plan, self.source, selection.pairs)
+        write_json(self.folder / "config.json", config)
+        expected = streamed.logits(hidden) if self.plan.lossless else probe.logits(streamed)
+        return _Written(config, layers, writer, probe.ids, expected, scale)
+
+    def finish(
+        self, written: _Written, digests: SourceDigests, environment: Environment, warnings: Sequence[str]
+    ) -> ConversionManifest:
+        """Copy what stays as it is, hold the files against the probe, and sum up."""
+        sidecars = copy_sidecars(self.source.location.folder, self.folder)
+        check_tokenizer(self.source.location.folder, self.folder)
+        reload_check = check_reload(
+            self.folder, self.scratch, self.plan, written.softmax_scale, written.probe_ids, written.expected_logits
+        )
+        return build_manifest(
+            source=self.source,
+            digests=digests,
+            plan=self.plan,
+            config=written.config,
+            folder=self.folder,
+            # What was read out of a GGUF file is no copy of a file of the source.
+            sidecars=() if self.source.location.kind == "gguf" else sidecars,
+            layers=written.layers,
+            norms=written.writer.latent_norms,
+            rerounded=written.writer.rerounded,
+            dtypes=written.writer.shards.dtypes,
+            calibration=self.evidence,
+            reload_check=reload_check,
+            environment=environment.finish(),
+            warnings=warnings,
+        )
+
+    def convert_one(
+        self, weights: LayerWeights, statistics: LayerStatistics | None, selection: Selection
+    ) -> tuple[MLALayerWeights, LayerRecord]:
+        """Resolve the plan for one layer and convert it."""
+        plan, slots = self.plan, selection.slots(statistics)
+        layer_plan = LayerPlan(
+            slots=slots,
+            qk_nope_head_dim=plan.qk_nope_head_dim,
+            kv_lora_rank=plan.useful_rank,
+            factorization=plan.factorization,
+            key_rank=plan.key_rank,
+            weighting=plan.weighting,
+            measured_gamma=plan.gamma == "measured",
+            output_constant=plan.attention_bias,
+            damping=plan.damping,
+        )
+        converted, quality = convert_layer(weights, statistics, self.source.rope.frequencies, layer_plan)
+        return converted, LayerRecord(slots, quality)

@@ -1,0 +1,230 @@
+"""What calibration measures of one attention layer, in float64, and the pure function that measures it.
+
+All sums are first-order weights: how much an error in a score or in a value moves the layer's output, with errors
+at different keys taken as independent. Attention output `Σ_j p_tj v_j` changes by `p_tj (v_j - v̄_t)` per unit of
+score `(t, j)` and by `p_tj` per unit of value `j`; so `u_tj = p_tj² ‖W_O(v_j - v̄_t)‖²` weighs score errors and
+`p_tj² ‖W_O‖²` weighs value errors. A token counts for what attention makes of it, not as one among many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from mla_convert.convert.weights import LayerWeights
+from mla_convert.mla.rope import rotation, to_pairs
+
+
+@dataclass(frozen=True)
+class Moments:
+    """First and second moment of the attention input under some weighting of the tokens.
+
+    Attributes:
+        mean: (D,).
+        second: (D, D), uncentred.
+    """
+
+    mean: Tensor
+    second: Tensor
+
+    def covariance(self, *, centred: bool) -> Tensor:
+        """(D, D) second moment, about the mean if `centred`."""
+        return self.second - torch.outer(self.mean, self.mean) if centred else self.second
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Means over the calibration tokens of one layer, float64 (complex128 where said).
+
+    Attributes:
+        tokens: () number of tokens seen.
+        input: Mean and second moment of the attention input, every token alike.
+        key_input: The same, token `j` weighted by `Σ_t Σ_a u_tj ‖q_t‖²`.
+        value_input: The same, token `j` weighted by `Σ_t Σ_a p_tj² ‖W_O^a‖²`.
+        key_second: (P, G, G) complex, `E[k_{·,i} k_{·,i}^H]` per pair, uncentred, bias included,
+            weighted as `key_input`.
+        query_metric: (H, d, d) `s²·E_t[(Σ_j u_tj) q_t q_tᵀ]`, `s` the softmax scale: the output error of a head per
+            unit error of its keys (math.md 3).
+        value_weight: (H,) `E_t Σ_j p_tj²`: the output error of a head per unit error of its values.
+        gamma: (H, P) complex, `E[e^{-iθ_iΔ}]` over the distances that the head attends to, weighted by
+            `u_tj |q_{t,i}|²`.
+        query_norm: (H, P) `E|q_{a,i}|`.
+        key_norm: (G, P) `E|k_{g,i}|`.
+    """
+
+    tokens: Tensor
+    input: Moments
+    key_input: Moments
+    value_input: Moments
+    key_second: Tensor
+    query_metric: Tensor
+    value_weight: Tensor
+    gamma: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+
+
+@dataclass(frozen=True)
+class _WindowSums:
+    """Sums over one window of the quantities that `LayerStatistics` averages."""
+
+    key_second: Tensor
+    query_metric: Tensor
+    value_weight: Tensor
+    gamma: Tensor
+    gamma_weight: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    # Token weights of the three kinds of moments, then weighted sums of x and x xᵀ.
+    weight: Tensor  # (3,)
+    first: Tensor  # (3, D)
+    second: Tensor  # (3, D, D)
+
+
+def project(rows: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
+    """(heads, d, D), (heads, d) or None, (T, D) -> (heads, T, d)."""
+    out = torch.einsum("hdD,tD->htd", rows, inputs)
+    return out if bias is None else out + bias[:, None, :]
+
+
+def attention_probabilities(queries: Tensor, keys: Tensor, frequencies: Tensor, scale: float) -> Tensor:
+    """Causal attention of one head group over one window.
+
+    Args:
+        queries: (A, T, P) complex, unrotated, the query heads of one group.
+        keys: (T, P) complex, unrotated.
+        frequencies: (P,).
+        scale: Softmax scale.
+
+    Returns:
+        (A, T, T) float64, rows sum to one.
+    """
+    length = keys.shape[0]
+    turn = rotation(torch.arange(length), frequencies)  # (T, P)
+    scores = ((queries * turn).conj() @ (keys * turn).T).real * scale  # (A, T, T)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(-1)
+
+
+def score_error_weights(probabilities: Tensor, values: Tensor, output: Tensor) -> Tensor:
+    """`p_tj² ‖W_O(v_j - v̄_t)‖²`: squared output change per squared change of score `(t, j)`.
+
+    The derivative of a softmax-averaged value with respect to one score is `p_tj (v_j - v̄_t)`.
+
+    Args:
+        probabilities: (A, T, T).
+        values: (T, d) of the group's value head.
+        output: (A, D, d) output projection of each query head.
+
+    Returns:
+        (A, T, T).
+    """
+    metric = output.transpose(1, 2) @ output  # (A, d, d)
+    averaged = probabilities @ values  # (A, T, d), v̄_t
+    weighted = averaged @ metric  # (A, T, d)
+    own = torch.einsum("td,ade,te->at", values, metric, values)  # (A, T)
+    spread = own[:, None, :] - 2 * weighted @ values.T + (weighted * averaged).sum(-1, keepdim=True)
+    return probabilities.square() * spread.clamp(min=0)
+
+
+@dataclass(frozen=True)
+class _GroupSums:
+    """What one key/value head and its query heads contribute in one window."""
+
+    query_metric: Tensor  # (A, d, d)
+    value_weight: Tensor  # (A,)
+    gamma: Tensor  # (A, P)
+    gamma_weight: Tensor  # (A, P)
+    key_weight: Tensor  # (T,)
+    value_token_weight: Tensor  # (T,)
+
+
+def _group_sums(
+    probabilities: Tensor, values: Tensor, output: Tensor, queries: Tensor, query_pairs: Tensor, turn: Tensor
+) -> _GroupSums:
+    """(A, T, T), (T, d), (A, D, d), (A, T, d), (A, T, P), (T, P) -> sums over the window."""
+    u = score_error_weights(probabilities, values, output)  # (A, T, T)
+    squared = probabilities.square()
+    omega = u.sum(-1)  # (A, T)
+    power = query_pairs.abs().square()  # (A, T, P)
+    return _GroupSums(
+        query_metric=torch.einsum("at,atd,ate->ade", omega, queries, queries),
+        value_weight=squared.sum((-1, -2)),
+        gamma=(power * (u.to(turn.dtype) @ turn) * turn.conj()).sum(1),
+        gamma_weight=(power * omega[..., None]).sum(1),
+        key_weight=torch.einsum("atj,at->j", u, queries.square().sum(-1)),
+        value_token_weight=torch.einsum("atj,a->j", squared, output.square().sum((1, 2))),
+    )
+
+
+def _window_sums(weights: LayerWeights, inputs: Tensor, frequencies: Tensor) -> _WindowSums:
+    shape = weights.shape
+    queries, keys = project(weights.q, weights.q_bias, inputs), project(weights.k, weights.k_bias, inputs)
+    values = project(weights.v, weights.v_bias, inputs)  # (G, T, d)
+    query_pairs = to_pairs(queries.transpose(1, 2)).transpose(1, 2)  # (H, T, P)
+    key_pairs = to_pairs(keys.transpose(1, 2)).transpose(1, 2)  # (G, T, P)
+    turn = rotation(torch.arange(inputs.shape[0]), frequencies)  # (T, P)
+    groups = []
+    for group in range(shape.num_kv_heads):
+        heads = slice(group * shape.heads_per_group, (group + 1) * shape.heads_per_group)
+        p = attention_probabilities(query_pairs[heads], key_pairs[group], frequencies, weights.softmax_scale)
+        groups.append(_group_sums(p, values[group], weights.o[heads], queries[heads], query_pairs[heads], turn))
+    key_weight = torch.stack([group.key_weight for group in groups]).sum(0)  # (T,)
+    value_weight = torch.stack([group.value_token_weight for group in groups]).sum(0)  # (T,)
+    token_weights = torch.stack([torch.ones_like(key_weight), key_weight, value_weight])  # (3, T)
+    return _WindowSums(
+        key_second=torch.einsum("t,gtp,htp->pgh", key_weight.to(key_pairs.dtype), key_pairs, key_pairs.conj()),
+        query_metric=torch.cat([group.query_metric for group in groups]) * weights.softmax_scale**2,
+        value_weight=torch.cat([group.value_weight for group in groups]),
+        gamma=torch.cat([group.gamma for group in groups]),
+        gamma_weight=torch.cat([group.gamma_weight for group in groups]),
+        query_norm=query_pairs.abs().sum(1),
+        key_norm=key_pairs.abs().sum(1),
+        weight=token_weights.sum(1),
+        first=token_weights @ inputs,
+        second=torch.stack([(inputs * weight[:, None]).T @ inputs for weight in token_weights]),
+    )
+
+
+def measure_layer(weights: LayerWeights, windows: Tensor, frequencies: Tensor) -> LayerStatistics:
+    """Measure one layer on windows of its attention inputs.
+
+    Args:
+        weights: The source layer, float64.
+        windows: (N, T, D) inputs of the attention (after the layer's norm), any float dtype.
+        frequencies: (P,) radians per position.
+
+    Returns:
+        Means over the `N·T` tokens.
+    """
+    total: list[Tensor] | None = None
+    for window in windows:
+        sums = _window_sums(weights, window.double(), frequencies)
+        parts = [getattr(sums, field.name) for field in fields(_WindowSums)]
+        total = parts if total is None else [a + b for a, b in zip(total, parts, strict=True)]
+    if total is None:
+        raise ValueError("measure_layer needs at least one window")
+    return _means(_WindowSums(*total), windows.shape[0] * windows.shape[1])
+
+
+def _means(sums: _WindowSums, tokens: int) -> LayerStatistics:
+    tiny = torch.finfo(torch.float64).tiny
+    weight = sums.weight.clamp(min=tiny)  # (3,)
+    plain, keys, values = (
+        Moments(first / total, second / total)
+        for first, second, total in zip(sums.first, sums.second, weight, strict=True)
+    )
+    return LayerStatistics(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        input=plain,
+        key_input=keys,
+        value_input=values,
+        key_second=sums.key_second / weight[1],
+        query_metric=sums.query_metric / tokens,
+        value_weight=sums.value_weight / tokens,
+        gamma=sums.gamma / sums.gamma_weight.clamp(min=tiny),
+        query_norm=sums.query_norm / tokens,
+        key_norm=sums.key_norm / tokens,
+    )
