@@ -1,0 +1,1 @@
+"""How close a converted checkpoint is to its source, measured from the files with stock transformers."""
