@@ -1,0 +1,1 @@
+"""Measurements on a real model, each a subcommand of `mla-convert bench`, and the demo."""

@@ -1,0 +1,152 @@
+"""`mla-convert eval`: perplexity, divergence and cache bytes of a converted folder beside its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mla_convert.cli.common import Debug, JsonFlag, Seed, run_command
+from mla_convert.eval import defaults
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mla_convert.eval.bootstrap import Interval
+    from mla_convert.eval.evaluation import Evaluation
+
+HELP = (
+    "Compare a converted folder with its source on held-out text: perplexity with bootstrap intervals, "
+    "KL divergence, top-1 agreement, and cache bytes per token counted in the live cache. "
+    "Both are loaded from their files by stock transformers and run in float32."
+)
+EXAMPLES = """
+mla-convert eval OUT --source SOURCE --text heldout.jsonl
+mla-convert eval OUT --source SOURCE --text books/ --text notes.txt --max-tokens 65536 --seq-len 1024
+mla-convert eval OUT --source SOURCE --text heldout.jsonl --stride 256 --json
+"""
+
+
+def command(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Converted folder.")],
+    source: Annotated[
+        str, typer.Option(metavar="SOURCE", help="What it was converted from: folder, GGUF file or Hub id.")
+    ],
+    text: Annotated[
+        list[str],
+        typer.Option(metavar="PATH", help="Text file, JSONL, folder of them, or datasets:NAME. Can be repeated."),
+    ],
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Most tokens through each model; a seeded sample of windows beyond.")
+    ] = defaults.MAX_TOKENS,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = defaults.SEQ_LEN,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens between the starts of windows; each token is scored once.",
+            show_default="--seq-len",
+        ),
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="Field of JSONL and dataset rows that holds the text.")] = "text",
+    allow_overlap: Annotated[
+        bool, typer.Option("--allow-overlap", help="Accept text that the conversion was calibrated on.")
+    ] = False,
+    seed: Seed = 0,
+    json_output: JsonFlag = False,
+    debug: Debug = False,
+) -> None:
+    """Evaluate `out` against `source`."""
+
+    def body() -> EvalResult:
+        from mla_convert.eval.evaluate import EvalOptions, evaluate
+
+        options = EvalOptions(
+            max_tokens=max_tokens,
+            seq_len=seq_len,
+            stride=stride,
+            seed=seed,
+            allow_overlap=allow_overlap,
+            text_field=text_field,
+        )
+        return EvalResult(evaluate(out, source, text, options))
+
+    run_command(json_output, body, debug=debug)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """An evaluation and how it is printed."""
+
+    evaluation: Evaluation
+
+    def to_json(self) -> Mapping[str, object]:
+        """See `Evaluation.to_json`."""
+        return self.evaluation.to_json()
+
+    def render(self, console: Console) -> None:
+        """One table, and under it what is needed to repeat it."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("", "source", "target", "target against source"):
+            table.add_column(heading, justify="left" if heading == "" else "right")
+        for row in self._rows():
+            table.add_row(*map(Text, row))
+        console.print(table)
+        for line in self._conditions():
+            console.print(Text(line), soft_wrap=True)
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        before, after = self.evaluation.source_cache, self.evaluation.target_cache
+        return [
+            (
+                "perplexity",
+                self._spread("source_perplexity", ".2f"),
+                self._spread("target_perplexity", ".2f"),
+                f"× {self._spread('ratio', '.4f')}",
+            ),
+            ("KL(source ‖ target), nats", "", "", self._spread("kl", ".3g")),
+            ("top-1 agreement", "", "", self._spread("top1_agreement", ".2%")),
+            (
+                f"cache bytes per token, {after.dtype}",
+                f"{before.bytes_per_token:,}",
+                f"{after.bytes_per_token:,}",
+                f"{after.bytes_per_token / before.bytes_per_token:.1%}",
+            ),
+            (
+                "cached numbers per token",
+                f"{before.numbers_per_token:,}",
+                f"{after.numbers_per_token:,}",
+                f"{after.numbers_per_token / before.numbers_per_token:.1%}",
+            ),
+        ]
+
+    def _spread(self, name: str, form: str) -> str:
+        value, intervals = getattr(self.evaluation.figures, name), self.evaluation.intervals
+        if intervals is None:
+            return f"{value:{form}}"
+        interval: Interval = getattr(intervals, name)
+        return f"{value:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+
+    def _conditions(self) -> list[str]:
+        done, text, intervals = self.evaluation, self.evaluation.text, self.evaluation.intervals
+        tokens = f"{text.tokens:,} of {text.text_tokens:,}, {text.scored_tokens:,} of them scored"
+        lines = [
+            f"text     {', '.join(text.names)}",
+            f"sha256   {text.sha256}",
+            f"tokens   {tokens}",
+            f"windows  {text.windows} of {done.seq_len}, stride {done.stride}, seed {done.seed}; float32",
+        ]
+        if intervals is not None:
+            share = f"{intervals.confidence:.0%}"
+            lines.append(f"[ , ]    {share} of {intervals.resamples:,} resamples of the windows")
+        if text.shared_with_calibration:
+            count = len(text.shared_with_calibration)
+            lines.append(f"warning  {count} document(s) of the text were calibration text")
+        return lines

@@ -1,0 +1,50 @@
+"""The short form of a plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_convert.bench.plan_spec import PlanSpec
+from mla_convert.errors import UsageFault
+
+
+@given(
+    profile=st.sampled_from(["engine", "hf", "full"]),
+    rope=st.integers(0, 999),
+    latent=st.integers(0, 999),
+    policy=st.sampled_from(["optimal", "high", "low", "uniform", "2-norm"]),
+)
+def test_what_is_printed_reads_back(profile: str, rope: int, latent: int, policy: str) -> None:
+    spec = PlanSpec(profile, rope, latent, policy)  # type: ignore[arg-type]
+
+    assert PlanSpec.parse(str(spec)) == spec
+    assert PlanSpec.parse(f"{profile}:{rope}+{latent}:{policy}") == spec
+    assert spec.width == rope + latent
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("engine", "profile:rope\\+latent"),
+        ("engine:40", "profile:rope\\+latent"),
+        ("engine:40+", "profile:rope\\+latent"),
+        ("engine:-4+8", "profile:rope\\+latent"),
+        (" engine:40+152", "profile:rope\\+latent"),
+        ("engine:40+152:", "profile:rope\\+latent"),
+        ("vllm:40+152", "no such profile; expected engine, hf, full; found vllm"),
+        ("hf:40+152:best", "no such rope policy; expected optimal, .*; found best"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageFault, match=message):
+        PlanSpec.parse(text)
+
+
+def test_the_conversion_it_stands_for() -> None:
+    options = PlanSpec.parse("hf:48+144:2-norm").options("text.jsonl", tokens=640, seed=3)
+
+    assert (options.profile, options.qk_rope_head_dim, options.kv_lora_rank) == ("hf", 48, 144)
+    assert (options.rope_policy, options.calibration) == ("2-norm", ("text.jsonl",))
+    assert (options.calibration_tokens, options.seed) == (640, 3)
