@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mla_convert.cache_dir import cache_root
+from mla_convert.cache_dir import cache_root, fill_once
 from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.source_model import LayerPass, StreamedSource
 from mla_convert.convert.source_reading import check_reading
@@ -96,14 +93,9 @@ def calibrate(checkpoint: SourceCheckpoint, source_digest: str, token_ids: Tenso
     folder = cache_root() / "statistics" / digest.removeprefix("sha256:")
     if folder.is_dir():
         return StatisticsStore(folder, digest, reused=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    working = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with fill_once(folder) as working:
         for done in StreamedSource(checkpoint).layers(token_ids, "calibrating"):
             save_file(_pack(_measure(checkpoint, done)), working / _layer_file(done.layer))
-        _publish(working, folder)
-    finally:
-        shutil.rmtree(working, ignore_errors=True)
     return StatisticsStore(folder, digest, reused=False)
 
 
@@ -112,12 +104,3 @@ def _measure(checkpoint: SourceCheckpoint, done: LayerPass) -> LayerStatistics:
     # One window is enough to see that the family's row describes this checkpoint.
     check_reading(weights, checkpoint.rope.frequencies, done, windows=1)
     return measure_layer(weights, done.attention_input, checkpoint.rope.frequencies)
-
-
-def _publish(working: Path, folder: Path) -> None:
-    try:
-        os.replace(working, folder)
-    except OSError:
-        # Another run finished the same measurement first; its files are equal by construction of the key.
-        if not folder.is_dir():
-            raise

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
@@ -153,7 +154,7 @@ def _load_config(folder: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         return config
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputRefused(
             f"transformers refuses the configuration: {reason}", where=f"{folder}/config.json"

@@ -6,6 +6,7 @@ folder that looks finished.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -13,12 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mla_convert.errors import UsageFault
 
 SHARD_BYTES = 4 * 1024**3
+INCOMPLETE, REPLACED = ".incomplete-", ".replaced-"
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -36,10 +39,11 @@ class FolderTransaction:
     def __init__(self, target: Path, *, overwrite: bool) -> None:
         refuse_existing(target, overwrite=overwrite)
         self.target = target
-        self.working = target.parent / f".{target.name}.incomplete-{os.getpid()}"
+        self.working = target.parent / f".{target.name}{INCOMPLETE}{os.getpid()}"
 
     def __enter__(self) -> FolderTransaction:
         self.target.parent.mkdir(parents=True, exist_ok=True)
+        _clear_dead_runs(self.target)
         shutil.rmtree(self.working, ignore_errors=True)
         self.working.mkdir()
         return self
@@ -50,10 +54,15 @@ class FolderTransaction:
             if path.is_file():
                 _flush(path)
         _flush(self.working)
-        replaced = self.target.parent / f".{self.target.name}.replaced-{os.getpid()}"
+        replaced = self.target.parent / f".{self.target.name}{REPLACED}{os.getpid()}"
         if self.target.exists():
             os.replace(self.target, replaced)
-        os.replace(self.working, self.target)
+        try:
+            os.replace(self.working, self.target)
+        except OSError:
+            if replaced.exists():
+                os.replace(replaced, self.target)
+            raise
         _flush(self.target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -61,6 +70,19 @@ class FolderTransaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.working, ignore_errors=True)
+
+
+def _clear_dead_runs(target: Path) -> None:
+    """Remove what killed runs left beside `target`; give back the old folder if one died between two renames."""
+    for mark in (REPLACED, INCOMPLETE):
+        for path in target.parent.glob(f".{glob.escape(target.name)}{mark}*"):
+            process = path.name.rpartition("-")[2]
+            if not process.isdigit() or psutil.pid_exists(int(process)):
+                continue
+            if mark == REPLACED and not target.exists():
+                os.replace(path, target)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def refuse_existing(target: Path, *, overwrite: bool) -> None:

@@ -82,9 +82,9 @@ def _truncated(target: ContentMap, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     left, singular, _ = torch.linalg.svd(metric_root @ target.rows @ covariance_root, full_matrices=False)
     # Enough rank for everything needs no decomposition: the rows themselves, or the input itself, are the latent.
     live = torch.nonzero(target.rows.abs().amax(1) > 0).flatten()
-    if rank >= len(live):
-        return target.rows[live], torch.eye(rows, dtype=target.rows.dtype)[:, live], singular
-    if rank >= dimension:
+    if rank >= min(len(live), dimension):
+        if len(live) <= dimension:
+            return target.rows[live], torch.eye(rows, dtype=target.rows.dtype)[:, live], singular
         return torch.eye(dimension, dtype=target.rows.dtype), target.rows.clone(), singular
     kept = left[:, :rank]
     return kept.T @ metric_root @ target.rows, metric_inverse @ kept, singular
@@ -149,7 +149,8 @@ def _energy(singular: Tensor, rank: int) -> float:
 def _best_up(target: ContentMap, down: Tensor) -> Tensor:
     """Least-squares `up` for a given `down`: `W C Aᵀ (A C Aᵀ)^{-1}`; the metric cancels."""
     seen = down @ target.covariance  # (r, D)
-    solution: Tensor = torch.linalg.lstsq(seen @ down.T, seen @ target.rows.T).solution
+    # The default driver, gelsy, gives different last bits on equal input; gelsd does not, and bears rank deficiency.
+    solution: Tensor = torch.linalg.lstsq(seen @ down.T, seen @ target.rows.T, driver="gelsd").solution
     return solution.T
 
 

@@ -19,7 +19,7 @@ from mla_convert.convert.planning import legal_rope_step, make_plan
 from mla_convert.convert.profiles import Demand, refusal
 from mla_convert.convert.receipts import unknown_config_keys
 from mla_convert.convert.run import estimated_bytes
-from mla_convert.convert.target import SIDECAR_PATTERNS
+from mla_convert.convert.sidecars import SIDECAR_PATTERNS
 from mla_convert.convert.weights import AttentionShape
 from mla_convert.manifests.models import MANIFEST_NAME
 

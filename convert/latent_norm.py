@@ -22,6 +22,12 @@ EPSILON_SCALE = 2.0**-32
 # Largest power of two whose products with √n stay inside fp16 for n up to 1,000 or so; clipped below for larger n.
 CONSTANT_CHANNEL = 2.0**13
 FLOAT16_LARGEST = 65504.0
+# Largest norm weight, a power of two well inside float16; what is beyond goes into the next matrix.
+FLOAT16_WEIGHT = 2.0**14
+# Longest latent as a share of the channel: its square, halved, is the relative error, 2⁻¹⁸.
+CONSTANT_ROUTE_SHARE = 2.0**-8.5
+# A latent of nothing still needs a finite scale.
+SMALLEST_BOUND = 1e-6
 
 LatentNormRoute = Literal["epsilon", "constant"]
 
@@ -113,10 +119,9 @@ def _by_constant(width: int, bound: float) -> NeutralNorm:
         channel /= 2
     stored = float(torch.tensor(channel).to(torch.float16))
     fixed = 1 / math.sqrt(stored**2 / width + LATENT_NORM_EPS)
-    scale = 1.0
-    while 0.5 * (scale * bound / stored) ** 2 > 2.0**-18:
-        scale /= 2
-    weight = power_of_two(1 / (fixed * scale))
+    # As large as the error allows: float16 has few bits left for small numbers beside a large constant.
+    scale = 2.0 ** math.floor(math.log2(stored * CONSTANT_ROUTE_SHARE / max(bound, SMALLEST_BOUND)))
+    weight = min(max(power_of_two(1 / (fixed * scale)), 1 / FLOAT16_WEIGHT), FLOAT16_WEIGHT)
     return NeutralNorm(
         route="constant",
         width=width,

@@ -26,12 +26,10 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
     slots = _rope_slots(shape, options)
     attention_dtype = _attention_dtype(source, options)
     policy = "high" if options.lossless else options.rope_policy
-    profile = _profile(source, options, Demand(policy, slots, attention_dtype))
     norm = _norm_route(options, attention_dtype)
-    if norm == "constant" and profile == "engine":
-        raise UsageFault(
-            "the engine profile has no bias for a constant channel", remedy="Use --latent-norm epsilon or --profile hf."
-        )
+    padded_rope = None if options.pad_cache is None else options.pad_cache[1]
+    demand = Demand(policy, slots, attention_dtype, padded_rope, constant_channel=options.latent_norm == "constant")
+    profile = _profile(source, options, demand)
     channel = 1 if norm == "constant" else 0
     useful, stored, stored_rope = _widths(shape, options, slots, channel)
     weighting = _weighting(options)

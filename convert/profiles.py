@@ -10,6 +10,8 @@ from mla_convert.convert.plan import HEAD_POLICIES, ProfileName, RopePolicy
 
 # The engines read the latent norm's epsilon from `rms_norm_eps`; transformers hard-codes 1e-6 for it.
 ENGINE_NORM_EPS = 1e-6
+# θ' = θ^(d_R/d) is raised to powers in float32, whose largest number is 3e38.
+LARGEST_THETA_EXPONENT = 37
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,15 @@ class Demand:
         policy: Rope policy.
         slots: Rotary slots.
         dtype: Dtype of the attention tensors.
+        padded_rope: Rotary width with padding, None without.
+        constant_channel: Whether the latent norm is to be neutralised by a constant channel.
     """
 
     policy: RopePolicy
     slots: int
     dtype: str
+    padded_rope: int | None = None
+    constant_channel: bool = False
 
 
 def refusal(profile: ProfileName, source: SourceCheckpoint, demand: Demand) -> str | None:
@@ -46,6 +52,8 @@ def _engine_refusal(source: SourceCheckpoint, demand: Demand) -> str | None:
             if ".layers.0." in name and "bias" in name
         )
         return f"the engine profile has no biases and the source has {', '.join(named)}; use --profile hf"
+    if demand.constant_channel:
+        return "the engine profile has no bias for a constant channel; use --latent-norm epsilon or --profile hf"
     if demand.dtype == "float16":
         return "the engine profile cannot hold float16; use --dtype bfloat16 or float32, or --profile hf"
     if not geometric(source, demand.policy, demand.slots):
@@ -56,6 +64,13 @@ def _engine_refusal(source: SourceCheckpoint, demand: Demand) -> str | None:
         )
     if source.rope.rope_type == "linear":
         return "the engine profile cannot hold linearly scaled rope; use --profile hf"
+    stored = demand.padded_rope or 2 * demand.slots
+    stride = source.shape.pairs // demand.slots if demand.policy == "uniform" else 1
+    if math.log10(source.rope.theta) * stride * stored / source.shape.head_dim > LARGEST_THETA_EXPONENT:
+        return (
+            f"a stored rope width of {stored} at head size {source.shape.head_dim} needs a rope_theta beyond float32 "
+            "in the engine profile; pad less, or use --profile hf"
+        )
     legal = source.rope.unscaled_pairs
     if legal < source.shape.pairs and demand.slots > legal:
         return (
@@ -66,7 +81,7 @@ def _engine_refusal(source: SourceCheckpoint, demand: Demand) -> str | None:
 
 
 def geometric(source: SourceCheckpoint, policy: RopePolicy, slots: int) -> bool:
-    """Whether a policy's slots are pairs `0, s, 2s, …`, one component each."""
+    """Whether a policy can give pairs `0, s, 2s, …`, one component each."""
     pairs, groups = source.shape.pairs, source.shape.num_kv_heads
     if slots > pairs:
         return False

@@ -195,22 +195,3 @@ def best_heads(scores: Tensor, counts: tuple[int, ...]) -> tuple[tuple[int, ...]
     """
     order = scores.argsort(dim=0, descending=True, stable=True)  # (G, P)
     return tuple(tuple(sorted(order[:count, pair].tolist())) for pair, count in enumerate(counts))
-
-
-def geometric_grid(losses: Tensor, slots: int) -> tuple[int, ...]:
-    """Pairs `0, s, 2s, …` with the stride that loses least: the sets a stock `default` rope can hold.
-
-    Args:
-        losses: (L, P, G) component losses.
-        slots: Number of pairs, one component each.
-
-    Returns:
-        The pairs.
-    """
-    leading = losses.sum(0)[:, 0]  # (P,)
-    pairs = leading.shape[0]
-    if slots > pairs:
-        raise ValueError(f"{slots} distinct pairs asked for, {pairs} exist")
-    grids = [range(0, stride * slots, stride) for stride in range(1, pairs) if stride * (slots - 1) < pairs]
-    best = max(grids, key=lambda grid: float(leading[list(grid)].sum())) if grids else range(slots)
-    return tuple(best)

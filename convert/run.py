@@ -32,11 +32,12 @@ from mla_convert.convert.receipts import (
 )
 from mla_convert.convert.reload_check import check_reload
 from mla_convert.convert.selection import Selection, select
+from mla_convert.convert.sidecars import copy_sidecars
 from mla_convert.convert.source_model import StreamedSource
 from mla_convert.convert.source_reading import check_reading
 from mla_convert.convert.statistics import LayerStatistics
 from mla_convert.convert.stock_layout import stock_config
-from mla_convert.convert.target import TargetWriter, copy_sidecars
+from mla_convert.convert.target import TargetWriter
 from mla_convert.convert.tokenizer import check_tokenizer, load_tokenizer
 from mla_convert.convert.weights import LayerWeights
 from mla_convert.errors import EnvironmentFault, InputRefused, UsageFault
@@ -91,6 +92,7 @@ def convert(
     checkpoint = open_source(source) if isinstance(source, str) else source
     refuse_inside(out, checkpoint.location.folder)
     plan = make_plan(checkpoint, options)
+    check_tokenizer(checkpoint.location.folder)
     check_disk(out, checkpoint, plan)
     digests = digest_of_source(checkpoint)
     evidence = _calibrate(checkpoint, digests, plan)
@@ -231,7 +233,6 @@ class _Work:
     ) -> ConversionManifest:
         """Copy what stays as it is, hold the files against the probe, and sum up."""
         sidecars = copy_sidecars(self.source.location.folder, self.folder)
-        check_tokenizer(self.source.location.folder, self.folder)
         reload_check = check_reload(
             self.folder, self.scratch, self.plan, written.softmax_scale, written.probe_ids, written.expected_logits
         )

@@ -16,7 +16,6 @@ from mla_convert.convert.rope_select import (
     allocate_heads,
     best_heads,
     component_slots,
-    geometric_grid,
     head_slots,
     high_pairs,
     low_pairs,
@@ -70,11 +69,12 @@ def select(plan: ConversionPlan, source: SourceCheckpoint, store: StatisticsStor
     """
     shape = source.shape
     per_head = plan.rope_slots // shape.num_kv_heads
+    if plan.rope_policy == "optimal" and plan.profile == "engine":
+        # Stock rope holds one component each of pairs 0, s, 2s, …; a stride above one lost more wherever it was
+        # measured (docs/fidelity.md), so the fastest pairs it is.
+        return Selection("optimal", _as_counts(high_pairs(shape.pairs, plan.rope_slots), shape), shape)
     if plan.rope_policy == "optimal":
         losses = torch.stack([_component_share(_load(store, layer)) for layer in range(source.num_layers)])
-        if plan.profile == "engine":
-            legal = source.rope.unscaled_pairs
-            return Selection("optimal", _as_counts(geometric_grid(losses[:, :legal], plan.rope_slots), shape), shape)
         return Selection("optimal", allocate_components(losses, plan.rope_slots), shape)
     if plan.rope_policy == "2-norm":
         scores = torch.stack([two_norm_scores(_load(store, layer)) for layer in range(source.num_layers)])

@@ -8,9 +8,10 @@ from typing import Literal
 
 from mla_convert.cache_dir import cache_root
 from mla_convert.convert.gguf_source import materialise_gguf
+from mla_convert.convert.sidecars import SIDECAR_PATTERNS
 from mla_convert.errors import EnvironmentFault, InputRefused
 
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
+HUB_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*.bin.index.json", *SIDECAR_PATTERNS]
 
 SourceKind = Literal["hf-folder", "hub", "gguf"]
 

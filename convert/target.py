@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,22 +15,6 @@ from mla_convert.convert.stock_layout import stock_layer
 from mla_convert.errors import InputRefused
 from mla_convert.mla.weights import MLALayerWeights
 
-SIDECAR_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.jinja",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "generation_config.json",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
 # Tensors that write to the residual stream, beside the attention's output.
 STREAM_WRITERS = ("mlp.down_proj.weight", "mlp.down_proj.bias")
 
@@ -115,13 +97,3 @@ def cast(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
             remedy="Choose --dtype float32 or bfloat16.",
         )
     return rounded
-
-
-def copy_sidecars(source: Path, target: Path) -> tuple[str, ...]:
-    """Copy tokenizer, templates, generation settings and licences byte for byte; returns their POSIX paths."""
-    found = sorted({path for pattern in SIDECAR_PATTERNS for path in source.glob(pattern) if path.is_file()})
-    for path in found:
-        destination = target / path.relative_to(source)
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, destination)
-    return tuple(path.relative_to(source).as_posix() for path in found)

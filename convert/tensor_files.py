@@ -94,9 +94,13 @@ def open_tensor_files(folder: Path) -> TensorFiles:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputRefused("not a weight index", expected="a JSON object with weight_map", where=str(index)) from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise InputRefused(
+            "not a weight index", expected="weight_map from tensor names to file names", where=str(index)
+        )
     for file in set(weight_map.values()):
         if Path(file).name != file or not (index.parent / file).is_file():
             raise InputRefused("the index names a file that is not there", found=file, where=str(index))

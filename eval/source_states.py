@@ -7,9 +7,6 @@ matrix product away and V is up to a hundred times D.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mla_convert.cache_dir import cache_root
+from mla_convert.cache_dir import cache_root, fill_once
 from mla_convert.convert.checkpoint import EMBEDDING, TIED_HEAD, SourceCheckpoint
 from mla_convert.convert.receipts import SourceDigests
 from mla_convert.errors import CheckFailed
@@ -107,20 +104,6 @@ def _compute(source: SourceCheckpoint, windows: EvalWindows, folder: Path) -> No
             where=str(source.location.folder),
         )
     measured = measure_cache(model, source.attention_dtype)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    working = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with fill_once(folder) as working:
         save_file({"states": torch.stack(states)}, working / STATES_FILE)
         (working / CACHE_FILE).write_text(json.dumps(measured.to_json(), indent=2) + "\n", encoding="utf-8")
-        _publish(working, folder)
-    finally:
-        shutil.rmtree(working, ignore_errors=True)
-
-
-def _publish(working: Path, folder: Path) -> None:
-    try:
-        os.replace(working, folder)
-    except OSError:
-        # Another run finished the same states first; by construction of the key they serve as well.
-        if not folder.is_dir():
-            raise

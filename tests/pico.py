@@ -110,7 +110,7 @@ def make_pico(folder: Path, family: str = "llama", **options: Unpack[PicoKeyword
         model.generation_config.save_pretrained(folder)
         _save_bin(model.state_dict(), folder, chosen.sharded)
     if chosen.tokenizer:
-        _save_tokenizer(folder, chosen)
+        _save_tokenizer(folder, chosen, family)
     return folder
 
 
@@ -170,7 +170,7 @@ def _save_bin(state: Mapping[str, torch.Tensor], folder: Path, sharded: bool) ->
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _save_tokenizer(folder: Path, options: PicoOptions) -> None:
+def _save_tokenizer(folder: Path, options: PicoOptions, family: str) -> None:
     """One token per character, byte-level without merges: the form that every family's tokenizer class keeps.
 
     The vocabulary is cut to the model's; what lies outside reads as `<unk>`.
@@ -190,3 +190,7 @@ def _save_tokenizer(folder: Path, options: PicoOptions) -> None:
     if options.chat_template:
         fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
+    if family == "qwen2":
+        # Beside `qwen2` transformers takes this class whatever the file says; released files name it.
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "Qwen2Tokenizer"}))

@@ -1,0 +1,131 @@
+"""The source run layer by layer, our reading of it, and the probe carried beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mla_convert.convert.checkpoint import open_source
+from mla_convert.convert.probe import ReferenceProbe, probe_ids
+from mla_convert.convert.source_model import BATCH, LayerPass, StreamedSource
+from mla_convert.convert.source_reading import check_reading
+from mla_convert.errors import CheckFailed
+from mla_convert.mla.reference import decoder_layer
+from tests.conftest import PicoFactory
+from tests.convert.support import load_stock, random_ids, relative_difference
+from tests.pico import FAMILIES
+from tests.tolerances import FLOAT64_ALGEBRA
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+SOURCES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {"kv_heads": 2}) for family in FAMILIES),
+    ("llama", {"kv_heads": 2, "config": {"attention_bias": True}, "rope_parameters": LINEAR}),
+    ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "dtype": "bfloat16"}),
+]
+
+
+@torch.inference_mode()
+def whole_model(folder: Path, ids: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Hidden states before each layer and after the last (before its norm), and the logits, of the source's class."""
+    model = load_stock(folder)
+    states: list[Tensor] = []
+    hooks = [layer.register_forward_hook(lambda _m, _a, out: states.append(out)) for layer in model.model.layers]
+    logits: Tensor = model(ids, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return tuple(states), logits
+
+
+@pytest.mark.parametrize(("family", "sizes"), SOURCES)
+def test_layer_by_layer_is_the_whole_model(pico: PicoFactory, family: str, sizes: dict[str, Any]) -> None:
+    folder = pico(family, **sizes)
+    source, ids = open_source(str(folder)), random_ids(97, BATCH + 2, 30, seed=1)
+    states, logits = whole_model(folder, ids)
+    streamed = StreamedSource(source)
+
+    done = list(streamed.layers(ids, "testing"))
+
+    assert [one.layer for one in done] == [0, 1, 2, 3]
+    for one, expected in zip(done, states, strict=True):
+        assert relative_difference(one.hidden, expected) <= 1e-5
+        check_reading(source.layer_weights(one.layer), source.rope.frequencies, one, windows=len(ids))
+    assert relative_difference(streamed.logits(done[-1].hidden), logits) <= 1e-5
+
+
+def test_one_layer_is_in_memory_at_a_time(pico: PicoFactory) -> None:
+    streamed = StreamedSource(open_source(str(pico())))
+
+    for _ in streamed.layers(random_ids(97, 1, 8, seed=1), "testing"):
+        held = [name for name, value in streamed._model.named_parameters() if value.device.type != "meta"]
+        assert held == []
+
+
+@pytest.fixture(scope="module")
+def first_layer(pico: PicoFactory) -> tuple[Any, LayerPass]:
+    source = open_source(str(pico("qwen2", kv_heads=2)))
+    return source, next(StreamedSource(source).layers(random_ids(97, 2, 30, seed=2), "testing"))
+
+
+@pytest.mark.parametrize(
+    "fault", ["scale", "rope layout", "key bias", "query bias", "value bias", "head order", "frequencies"]
+)
+def test_a_wrong_reading_is_caught(first_layer: tuple[Any, LayerPass], fault: str) -> None:
+    source, done = first_layer
+    weights, frequencies = source.layer_weights(0), source.rope.frequencies
+    interleaved = weights.q.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    changed = {
+        "scale": replace(weights, softmax_scale=weights.softmax_scale * 1.1),
+        "rope layout": replace(weights, q=interleaved),
+        "key bias": replace(weights, k_bias=None),
+        "query bias": replace(weights, q_bias=None),
+        "value bias": replace(weights, v_bias=None),
+        "head order": replace(weights, o=weights.o.flip(0)),
+        "frequencies": weights,
+    }[fault]
+
+    check_reading(weights, frequencies, done, windows=2)
+    with pytest.raises(CheckFailed, match="our reading") as caught:
+        check_reading(changed, frequencies / 4 if fault == "frequencies" else frequencies, done, windows=2)
+    assert caught.value.where == "layer 0"
+
+
+def test_the_probe_is_the_reference_carried_through_the_layers(pico: PicoFactory, tmp_path: Path) -> None:
+    """With all pairs rotated and full rank the reference is the source, in float64."""
+    from mla_convert.convert.layer import LayerPlan, convert_layer
+    from mla_convert.convert.probe import block_weights
+    from mla_convert.convert.rope_select import head_slots
+
+    source = open_source(str(pico("qwen2", kv_heads=2)))
+    streamed = StreamedSource(source)
+    probe = ReferenceProbe.start(source, streamed, tmp_path, seed=0)
+    plan = LayerPlan(
+        slots=head_slots(source.shape, ((0, 1),) * 8),
+        qk_nope_head_dim=8,
+        kv_lora_rank=32,
+        factorization="joint",
+        key_rank=None,
+        weighting="weight",
+        measured_gamma=False,
+        output_constant=True,
+        damping=0.0,
+    )
+    for layer in range(4):
+        converted, _ = convert_layer(source.layer_weights(layer), None, source.rope.frequencies, plan)
+        before = probe.hidden
+        probe.advance(layer, converted)
+        after, trace = decoder_layer(block_weights(source, layer), converted, before)
+        assert torch.allclose(probe.hidden, after, rtol=0, atol=FLOAT64_ALGEBRA)
+        stages = load_file(tmp_path / f"layer_{layer:04d}.safetensors")
+        assert torch.equal(stages["input"], before.float())
+        assert torch.equal(stages["hidden"], after.float())
+        assert torch.equal(stages["latent"], trace.latent.float())
+
+    assert torch.equal(probe.ids, probe_ids(97, 0))
+    _, logits = whole_model(pico("qwen2", kv_heads=2), probe.ids)
+    assert relative_difference(probe.logits(streamed), logits.double()) <= 1e-5
