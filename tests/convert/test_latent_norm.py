@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 from mla_convert.convert.latent_norm import (
     CONSTANT_CHANNEL,
     FLOAT16_LARGEST,
+    FLOAT16_WEIGHT,
     LATENT_NORM_EPS,
     NeutralNorm,
     neutralise,
@@ -76,12 +77,15 @@ def test_scales_are_powers_of_two_and_the_cache_keeps_its_size(width: int, bound
     # A power of two moves no bit of a mantissa, so bf16 weights lose nothing by it.
     assert math.frexp(norm.input_scale)[0] == 0.5
     assert math.frexp(norm.weight)[0] == 0.5
-    assert 2**-0.5 <= norm.output_factor <= 2**0.5
+    if norm.weight in (FLOAT16_WEIGHT, 1 / FLOAT16_WEIGHT):
+        assert route == "constant"  # float16 holds no more; the next matrix takes the rest
+    else:
+        assert 2**-0.5 <= norm.output_factor <= 2**0.5
     assert norm.relative_error <= (2.0**-25 if route == "epsilon" else 2.0**-18)
 
 
 @SEEDED
-@given(width=widths, per_channel=st.floats(1e-3, 64.0))
+@given(width=widths, per_channel=st.floats(1e-3, 1e4))
 def test_the_constant_channel_fits_float16(width: int, per_channel: float) -> None:
     bound = per_channel * math.sqrt(width)
     norm = neutralise("constant", width, bound)
