@@ -16,7 +16,7 @@ from mla_convert.bench.steps import Step, run_step
 from mla_convert.bench.usage import Usage, UsageMeter
 from mla_convert.cache_dir import cache_root
 
-PLANS = (PlanSpec("engine", 40, 152), PlanSpec("hf", 24, 72))
+PLANS = (PlanSpec("engine", 40, 152), PlanSpec("hf", 32, 96))
 CALIBRATION_TOKENS = 5120
 EVAL_TOKENS = 4096
 SEQ_LEN = 512

@@ -40,7 +40,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def fake_step(name: str, arguments: Sequence[str]) -> Step:
         seen.append(list(arguments))
-        numbers, perplexity = (192, 33.0) if "engine" in name else (96, 60.0)
+        numbers, perplexity = (192, 33.0) if "engine" in name else (128, 60.0)
         results = {"eval": evaluation(numbers, perplexity), "generate": {"text": f" words of {name}"}}
         return Step(name, tuple(arguments), results.get(arguments[0], {}), Usage(1.5, 2_000_000_000))
 
@@ -84,9 +84,9 @@ def test_the_table(commands: list[list[str]], tmp_path: Path, capfd: pytest.Capt
     rows = {line.split()[0]: line.split()[1:] for line in lines if "%" in line}
     assert rows["source"] == ["384", "46,080", "24.00", "1.000", "0", "100.0%"]
     assert rows["engine:40+152"] == ["192", "23,040", "33.00", "1.375", "0.25", "75.0%"]
-    assert rows["hf:24+72"] == ["96", "11,520", "60.00", "2.500", "0.25", "75.0%"]
+    assert rows["hf:32+96"] == ["128", "15,360", "60.00", "2.500", "0.25", "75.0%"]
     text = "\n".join(lines)
-    for name in ("source", "engine:40+152", "hf:24+72"):
+    for name in ("source", "engine:40+152", "hf:32+96"):
         assert f"{demo.PROMPT} words of generate, {name}" in text
     assert "4-bit" in text
     assert max(len(line) for line in lines if str(tmp_path) not in line and demo.PROMPT not in line) <= 100
@@ -96,7 +96,7 @@ def test_json(commands: list[list[str]], tmp_path: Path, capfd: pytest.CaptureFi
     run(["demo", "--work-dir", str(tmp_path), "--json"])
 
     found = json.loads(capfd.readouterr().out)
-    assert [row["width"] for row in found["rows"]] == [384, 192, 96]
+    assert [row["width"] for row in found["rows"]] == [384, 192, 128]
     assert [row["perplexity"] for row in found["rows"]] == [24.0, 33.0, 60.0]
     assert len(found["steps"]) == len(commands)
     assert {step["peak_rss_bytes"] for step in found["steps"]} == {2_000_000_000}
