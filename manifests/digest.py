@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from mla_convert.errors import InputRefused
 from mla_convert.manifests.record import Record, RelativePath, Sha256Hex
+from mla_convert.progress import track
 
 CHUNK_BYTES = 1 << 20
 CHAT_TEMPLATES = "additional_chat_templates"
@@ -121,7 +122,7 @@ def digest_files(folder: Path, *, exclude: frozenset[str] = frozenset()) -> tupl
     if not folder.is_dir():
         raise InputRefused("no such folder", where=str(folder))
     digests = []
-    for name, path in list_files(folder):
+    for name, path in track(list(list_files(folder)), "hashing", unit="file"):
         if is_excluded(name, exclude):
             continue
         if leaves(folder, path) or not path.is_file():
@@ -158,7 +159,9 @@ def digest_source(source: Path) -> tuple[FileDigest, ...]:
     for path in entries:
         if not path.is_file():
             raise InputRefused("a link that leads nowhere, or no regular file", where=str(path))
-    return tuple(digest_file(path, path.relative_to(source).as_posix()) for path in entries)
+    return tuple(
+        digest_file(path, path.relative_to(source).as_posix()) for path in track(entries, "hashing", unit="file")
+    )
 
 
 def combined_digest(files: Iterable[FileDigest]) -> str:
