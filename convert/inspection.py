@@ -25,8 +25,8 @@ from mla_convert.manifests.models import MANIFEST_NAME
 
 PlanDtype = Literal["source", "float32"]
 SHARES = (0.5, 0.375, 0.25)
-# Share of the cached numbers that are rotary, as measured best at half the cache: 40+152 and 48+144 of 192.
-ROPE_SHARES: dict[ProfileName, float] = {"engine": 40 / 192, "hf": 48 / 192}
+# A quarter of the width, and at small widths half a head's pairs: measured best on SmolLM2 (docs/fidelity.md).
+ROPE_SHARE, SMALL_WIDTH_ROPE_SHARE = 1 / 4, 1 / 3
 PROFILES: tuple[ProfileName, ...] = get_args(ProfileName)
 POLICIES: tuple[RopePolicy, ...] = get_args(RopePolicy)
 LOSSLESS_POLICY: RopePolicy = "high"
@@ -293,7 +293,7 @@ def _suggestions(
     for facts in profiles:
         if facts.qk_rope_head_dim is None:
             continue
-        widths = (_split(source.shape, facts.name, share, facts.qk_rope_head_dim.highest, channel) for share in SHARES)
+        widths = (_split(source.shape, share, facts.qk_rope_head_dim.highest, channel) for share in SHARES)
         for rank, rope in dict.fromkeys(pair for pair in widths if pair is not None):
             numbers = rank + rope
             cache = _cache(source, numbers, getattr(torch, written))
@@ -315,12 +315,11 @@ def _suggested(source: SourceCheckpoint, plan: ConversionPlan) -> SuggestedPlan:
     )
 
 
-def _split(
-    shape: AttentionShape, profile: ProfileName, share: float, widest_rope: int, channel: int
-) -> tuple[int, int] | None:
+def _split(shape: AttentionShape, share: float, widest_rope: int, channel: int) -> tuple[int, int] | None:
     """(kv_lora_rank, qk_rope_head_dim) of about `share` of the cached numbers; None where both do not fit."""
     width = int(shape.cached_numbers * share) // 2 * 2
-    rope = min(max(2, round(width * ROPE_SHARES[profile] / 2) * 2), widest_rope)
+    wanted = max(width * ROPE_SHARE, min(shape.head_dim / 2, width * SMALL_WIDTH_ROPE_SHARE))
+    rope = min(max(2, round(wanted / 2) * 2), widest_rope)
     rank = min(width - rope, shape.useful_rank(rope) + channel)
     return (rank, rope) if rank >= 1 + channel else None
 

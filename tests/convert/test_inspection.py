@@ -126,8 +126,8 @@ def test_the_suggestions_split_the_cache_as_was_measured_best(pico: PicoFactory)
     found = inspect_case(pico, "SmolLM2's shape")
 
     assert found.cache.numbers_per_token_per_layer == 384
-    assert widths(found, "engine") == [(40, 152), (30, 114), (20, 76)]
-    assert widths(found, "hf") == [(48, 144), (36, 108), (24, 72)]
+    assert widths(found, "engine") == [(48, 144), (36, 108), (32, 64)]
+    assert widths(found, "hf") == [(48, 144), (36, 108), (32, 64)]
     assert [plan.share for plan in found.plans] == [1.0, *[0.5, 0.375, 0.25] * 2]
 
 
