@@ -18,7 +18,7 @@ from mla_convert.convert.statistics import LayerStatistics, Moments, measure_lay
 from mla_convert.manifests.digest import sha256_json
 
 # Part of the cache key: raised whenever `measure_layer` measures something else.
-STATISTICS_VERSION = 2
+STATISTICS_VERSION = 3
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,15 @@ def attention_probabilities(queries: Tensor, keys: Tensor, frequencies: Tensor, 
     """
     length = keys.shape[0]
     turn = rotation(torch.arange(length), frequencies)  # (T, P)
-    scores = ((queries * turn).conj() @ (keys * turn).T).real * scale  # (A, T, T)
+    # Re(conj(q) k) is a real dot product of twice the length: half the work of the complex one.
+    scores = _as_real(queries * turn) @ _as_real(keys * turn).T  # (A, T, T)
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    return scores.masked_fill(future, float("-inf")).softmax(-1)
+    return (scores * scale).masked_fill_(future, float("-inf")).softmax(-1)
+
+
+def _as_real(pairs: Tensor) -> Tensor:
+    """(..., P) complex -> (..., 2P) real and imaginary parts side by side."""
+    return torch.view_as_real(pairs).flatten(-2)
 
 
 def score_error_weights(probabilities: Tensor, values: Tensor, output: Tensor) -> Tensor:
@@ -125,8 +131,8 @@ def score_error_weights(probabilities: Tensor, values: Tensor, output: Tensor) -
     averaged = probabilities @ values  # (A, T, d), v̄_t
     weighted = averaged @ metric  # (A, T, d)
     own = torch.einsum("td,ade,te->at", values, metric, values)  # (A, T)
-    spread = own[:, None, :] - 2 * weighted @ values.T + (weighted * averaged).sum(-1, keepdim=True)
-    return probabilities.square() * spread.clamp(min=0)
+    spread = (weighted @ values.T).mul_(-2).add_(own[:, None, :]).add_((weighted * averaged).sum(-1, keepdim=True))
+    return spread.clamp_(min=0).mul_(probabilities).mul_(probabilities)
 
 
 @dataclass(frozen=True)
@@ -149,10 +155,11 @@ def _group_sums(
     squared = probabilities.square()
     omega = u.sum(-1)  # (A, T)
     power = query_pairs.abs().square()  # (A, T, P)
+    turned = torch.view_as_complex((u @ _as_real(turn)).unflatten(-1, (-1, 2)))  # (A, T, P), Σ_j u_tj e^{iθj}
     return _GroupSums(
         query_metric=torch.einsum("at,atd,ate->ade", omega, queries, queries),
         value_weight=squared.sum((-1, -2)),
-        gamma=(power * (u.to(turn.dtype) @ turn) * turn.conj()).sum(1),
+        gamma=(power * turned * turn.conj()).sum(1),
         gamma_weight=(power * omega[..., None]).sum(1),
         key_weight=torch.einsum("atj,at->j", u, queries.square().sum(-1)),
         value_token_weight=torch.einsum("atj,a->j", squared, output.square().sum((1, 2))),
