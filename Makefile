@@ -2,7 +2,7 @@
 #
 #   PYTHON=python3.13                                       use this interpreter
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu        take torch from there (a machine without an NVIDIA card)
-#   TEST_ARGS="-n 2 tests/convert"                          arguments of pytest
+#   TEST_ARGS="tests/convert -k layer"                      further arguments of pytest
 #   DEMO_ARGS="--help"                                      arguments of mla-convert demo
 
 VENV ?= .venv
@@ -33,7 +33,7 @@ demo: $(VENV)/.installed
 
 test: lint
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest $(TEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(TEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	@echo "==> ruff check"

@@ -11,14 +11,15 @@ import pytest
 
 from mla_convert.bench.usage import UsageMeter
 
+# Filled, because zeroed memory that nobody has touched is not resident.
 MEGABYTES_64 = 64 << 20
-ALLOCATE = "import sys, time; block = bytearray(64 << 20); time.sleep(float(sys.argv[1]))"
+ALLOCATE = "import sys, time; block = bytearray(b'x') * (64 << 20); time.sleep(float(sys.argv[1]))"
 
 
 def test_a_peak_that_is_gone_at_the_end_is_seen() -> None:
     before = psutil.Process().memory_info().rss
     with UsageMeter() as meter:
-        block = bytearray(MEGABYTES_64)
+        block = bytearray(b"x") * MEGABYTES_64
         time.sleep(0.4)
         del block
 
@@ -35,7 +36,7 @@ def test_children_count() -> None:
 
 
 def test_another_process_is_watched_alone() -> None:
-    own = bytearray(MEGABYTES_64 * 2)
+    own = bytearray(b"x") * (MEGABYTES_64 * 2)
     command = [sys.executable, "-c", ALLOCATE, "0.5"]
     with (
         subprocess.Popen(command, stdout=subprocess.DEVNULL) as process,

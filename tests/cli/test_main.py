@@ -179,7 +179,10 @@ def test_usage_errors_end_with_two(probe: Run, arguments: tuple[str, ...]) -> No
 
 
 def test_interrupt_from_the_keyboard_ends_with_130(probe_start: dict[str, object]) -> None:
-    command = [*probe_start["args"], "probe", "sleep"]
+    # A shell's background jobs ignore this signal and so would their children.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    interpreter, option, program = probe_start["args"]
+    command = [interpreter, option, f"{heeding}\n{program}", "probe", "sleep"]
     with subprocess.Popen(command, env=probe_start["env"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         while process.stderr.readline().strip() != "sleeping":
