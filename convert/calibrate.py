@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,6 +18,7 @@ from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.source_model import LayerPass, StreamedSource
 from mla_convert.convert.source_reading import check_reading
 from mla_convert.convert.statistics import LayerStatistics, Moments, measure_layer
+from mla_convert.errors import EnvironmentFault
 from mla_convert.manifests.digest import sha256_json
 
 # Part of the cache key: raised whenever `measure_layer` measures something else.
@@ -37,8 +41,12 @@ class StatisticsStore:
 
     def load(self, layer: int) -> LayerStatistics:
         """Statistics of one layer."""
-        stored = load_file(self.folder / _layer_file(layer))
-        return _unpack(stored)
+        try:
+            return _unpack(load_file(self.folder / _layer_file(layer)))
+        except (SafetensorError, KeyError) as error:
+            raise EnvironmentFault(
+                f"damaged statistics in the cache: {error}", where=str(self.folder), remedy="Delete that folder."
+            ) from error
 
 
 def _layer_file(layer: int) -> str:
@@ -76,7 +84,7 @@ def calibrate(checkpoint: SourceCheckpoint, source_digest: str, token_ids: Tenso
 
     Args:
         checkpoint: The source.
-        source_digest: Digest of its files; part of the key.
+        source_digest: Digest of its weights and configuration; part of the key.
         token_ids: (N, T) int64.
 
     Raises:
@@ -86,13 +94,16 @@ def calibrate(checkpoint: SourceCheckpoint, source_digest: str, token_ids: Tenso
         {
             "version": STATISTICS_VERSION,
             "source": source_digest,
+            "torch": metadata.version("torch"),
+            "transformers": metadata.version("transformers"),
             "shape": list(token_ids.shape),
             "tokens": token_ids.flatten().tolist(),
         }
     )
     folder = cache_root() / "statistics" / digest.removeprefix("sha256:")
-    if folder.is_dir():
+    if all((folder / _layer_file(layer)).is_file() for layer in range(checkpoint.num_layers)):
         return StatisticsStore(folder, digest, reused=True)
+    shutil.rmtree(folder, ignore_errors=True)  # somebody has tidied up in it
     with fill_once(folder) as working:
         for done in StreamedSource(checkpoint).layers(token_ids, "calibrating"):
             save_file(_pack(_measure(checkpoint, done)), working / _layer_file(done.layer))

@@ -107,11 +107,16 @@ def _read_file(path: Path, root: Path, text_field: str) -> Iterator[Document]:
 def _json_document(line: str, name: str, where: str, text_field: str) -> Document:
     try:
         row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputRefused(f"not JSON: {error}", where=where) from error
     if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
         found = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
         raise InputRefused("a row without text", expected=f"a string field {text_field!r}", found=found, where=where)
+    if not row[text_field].isascii():
+        try:
+            row[text_field].encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputRefused(f"text that is not Unicode: {error.reason}", where=where) from error
     return Document(str(row.get("id", name)), row[text_field])
 
 

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
+from transformers.activations import ACT2FN
 
 from mla_convert.convert.families import Family, TensorRow, find_family, refuse_features, tensor_exists
 from mla_convert.convert.source_location import SourceLocation, locate_source
@@ -132,6 +133,7 @@ def open_source(given: str, revision: str | None = None) -> SourceCheckpoint:
     config = _load_config(location.folder)
     fields = {**raw_config, **config.to_dict()}
     refuse_features(family, fields, where)
+    _check_values(config, where)
     shape = _attention_shape(config, where)
     rope = read_rope(config, shape.head_dim, where)
     files = open_tensor_files(location.folder)
@@ -154,11 +156,34 @@ def _load_config(folder: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         return config
-    except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (ValueError, TypeError, KeyError, OSError, ArithmeticError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:300]
         raise InputRefused(
             f"transformers refuses the configuration: {reason}", where=f"{folder}/config.json"
         ) from error
+
+
+_POSITIVE = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "vocab_size",
+)
+
+
+def _check_values(config: PretrainedConfig, where: str) -> None:
+    for name in _POSITIVE:
+        value = getattr(config, name)
+        if not value > 0:
+            raise InputRefused("a size that is not positive", expected=f"{name} > 0", found=f"{value}", where=where)
+    if config.hidden_act not in ACT2FN:
+        raise InputRefused(
+            "an activation that transformers does not know", found=f"hidden_act={config.hidden_act!r}", where=where
+        )
 
 
 def _attention_shape(config: PretrainedConfig, where: str) -> AttentionShape:

@@ -18,7 +18,7 @@ import psutil
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mla_convert.errors import UsageFault
+from mla_convert.errors import EnvironmentFault, UsageFault
 
 SHARD_BYTES = 4 * 1024**3
 INCOMPLETE, REPLACED = ".incomplete-", ".replaced-"
@@ -70,6 +70,39 @@ class FolderTransaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.working, ignore_errors=True)
+
+
+def absolute(out: Path) -> Path:
+    """`out` as an absolute path, `~` expanded.
+
+    Raises:
+        UsageFault: If it is the working directory, which cannot be replaced by a rename.
+    """
+    path = Path(os.path.abspath(out.expanduser()))
+    if path == Path.cwd():
+        raise UsageFault("the output is the working directory", where=str(out), remedy="Name a folder to be made.")
+    return path
+
+
+def check_writable(target: Path) -> None:
+    """See that a folder can be made where `target` will be, and leave nothing behind.
+
+    Raises:
+        EnvironmentFault: With the system's reason.
+    """
+    parent = target.parent
+    missing = [path for path in (parent, *parent.parents) if not path.exists()]
+    probe = target.parent / f".{target.name}{REPLACED}{os.getpid()}"
+    made: list[Path] = []
+    try:
+        for path in [*reversed(missing), probe]:
+            path.mkdir()
+            made.append(path)
+    except OSError as error:
+        raise EnvironmentFault(f"no folder can be made there: {error.strerror}", where=str(target)) from error
+    finally:
+        for path in reversed(made):
+            path.rmdir()
 
 
 def _clear_dead_runs(target: Path) -> None:
@@ -162,7 +195,9 @@ class ShardWriter:
     def _close_shard(self) -> None:
         if not self._pending:
             return
-        save_file(self._pending, self._folder / _part(len(self._shards)), metadata={"format": "pt"})
+        path = self._folder / _part(len(self._shards))
+        save_file(self._pending, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors writes for the owner alone; a server may run as somebody else
         self._shards.append({name: value.numel() * value.element_size() for name, value in self._pending.items()})
         self._pending, self._pending_bytes = {}, 0
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 ALTERNATIONS = 12
+DAMPING, SCARCE_DAMPING = 1e-6, 1e-3
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,20 @@ def psd_sqrt(matrix: Tensor, floor: float = 1e-12) -> tuple[Tensor, Tensor]:
         floor: Eigenvalues are raised to this share of the largest.
     """
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
-    largest = values[-1].clamp(min=torch.finfo(matrix.dtype).tiny)
-    root = values.clamp(min=floor * largest).sqrt()
+    if float(values[-1]) <= 0:
+        # Nothing costs anything, so every direction is as good as another.
+        identity = torch.eye(matrix.shape[0], dtype=matrix.dtype)
+        return identity, identity
+    root = values.clamp(min=floor * values[-1]).sqrt()
     return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
+
+
+def damping_for(tokens: int, dimensions: int) -> float:
+    """How much of `damped` a covariance of so many tokens needs.
+
+    With twice as many tokens as dimensions it stands alone; below, directions never seen get a price.
+    """
+    return DAMPING if tokens >= 2 * dimensions else SCARCE_DAMPING
 
 
 def damped(covariance: Tensor, damping: float) -> Tensor:

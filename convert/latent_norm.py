@@ -7,7 +7,7 @@ in both cases it becomes a fixed factor that the weights around it undo.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -43,7 +43,7 @@ class NeutralNorm:
         route: `epsilon` or `constant`.
         width: Stored width, the constant channel and padding included.
         input_scale: Power of two on the rows that feed the norm.
-        weight: Norm weight on every useful channel, a power of two.
+        weight: Norm weight on every useful channel; a power of two in float32.
         output_factor: Remaining factor, put into the matrix that reads the normed latent.
         channel: Bias of the constant channel (the last one), None for `epsilon`.
         channel_value: What that channel holds after the norm with weight one, None for `epsilon`.
@@ -78,18 +78,45 @@ def power_of_two(value: float) -> float:
     return 2.0 ** round(math.log2(value))
 
 
-def neutralise(route: LatentNormRoute, width: int, bound: float) -> NeutralNorm:
+def neutralise(route: LatentNormRoute, width: int, bound: float, digits: int | None = None) -> NeutralNorm:
     """Constants for a latent whose length never exceeds `bound`.
 
     Args:
         route: Which way.
         width: Stored width of the normed vector, constant channel included.
         bound: Largest `‖c‖`, from `norm_bound`.
+        digits: Significant bits of the dtype that holds weight and factor; None for float32 and better.
 
     Returns:
         Constants whose error is negligible in float32 (`epsilon`) or below 1e-5 (`constant`).
     """
-    return _by_epsilon(width, bound) if route == "epsilon" else _by_constant(width, bound)
+    norm = _by_epsilon(width, bound) if route == "epsilon" else _by_constant(width, bound)
+    if digits is None:
+        return norm
+    weight, factor = two_short_factors(norm.weight, norm.output_factor, digits)
+    return replace(norm, weight=weight, output_factor=factor)
+
+
+def two_short_factors(weight: float, factor: float, digits: int) -> tuple[float, float]:
+    """Two numbers of few bits whose product is nearest to `weight·factor`.
+
+    One number of 8 bits misses it by up to 2⁻⁹, the best pair by about its square. A matrix of short numbers times
+    the second one is then no worse off than by its own rounding, and an identity is exact.
+
+    Args:
+        weight: A power of two; the first number is at most twice as large.
+        factor: What is left.
+        digits: Significant bits.
+    """
+    steps = 2 ** (digits - 1)
+    candidates = [weight * (steps + step) / steps for step in range(steps)]
+    pairs = [(first, _shorten(weight * factor / first, digits)) for first in candidates]
+    return min(pairs, key=lambda pair: abs(pair[0] * pair[1] - weight * factor))
+
+
+def _shorten(value: float, digits: int) -> float:
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(round(mantissa * 2**digits), exponent - digits)
 
 
 def _by_epsilon(width: int, bound: float) -> NeutralNorm:

@@ -65,7 +65,6 @@ class ConversionPlan(_Frozen):
         tie_word_embeddings: Written to the configuration.
         dtype: `source` keeps each tensor's dtype.
         attention_dtype: Dtype of the new attention tensors.
-        damping: Share of the mean input variance added to every direction.
         seed: Of calibration sampling and probes.
         calibration: None where no statistics are needed.
     """
@@ -92,7 +91,6 @@ class ConversionPlan(_Frozen):
     tie_word_embeddings: bool
     dtype: Literal["source", "float32", "bfloat16", "float16"]
     attention_dtype: DtypeName
-    damping: float
     seed: int
     calibration: CalibrationSpec | None
 

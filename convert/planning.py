@@ -11,8 +11,6 @@ from mla_convert.errors import InputRefused, UsageFault
 
 # Content width of a plan without content: stock attention wants at least one column, eight keep it aligned.
 EMPTY_CONTENT_WIDTH = 8
-# With at least twice as many tokens as dimensions the covariance stands alone; below, unseen directions get a price.
-DAMPING, SCARCE_DAMPING = 1e-6, 1e-3
 
 
 def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPlan:
@@ -33,8 +31,7 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
     channel = 1 if norm == "constant" else 0
     useful, stored, stored_rope = _widths(shape, options, slots, channel)
     weighting = _weighting(options)
-    calibration = _calibration(options)
-    scarce = calibration is not None and calibration.tokens < 2 * shape.hidden_size
+    calibration = _calibration(options, int(source.config.max_position_embeddings))
     scale = residual_scale(profile, float(source.config.rms_norm_eps))
     return ConversionPlan(
         family=source.family.name,
@@ -49,7 +46,7 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
         useful_rank=useful,
         kv_lora_rank=stored,
         qk_rope_head_dim=stored_rope,
-        qk_nope_head_dim=_content_width(shape, policy, slots),
+        qk_nope_head_dim=_content_width(shape, policy, slots, stored_rope, attention_dtype),
         v_head_dim=shape.head_dim,
         q_lora_rank=shape.hidden_size + 1 if _has_query_bias(source) else None,
         attention_bias=profile == "hf" and (source.has_bias or norm == "constant" or calibration is not None),
@@ -59,7 +56,6 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
         tie_word_embeddings=source.tied and profile != "engine",
         dtype=options.dtype,
         attention_dtype=attention_dtype,
-        damping=SCARCE_DAMPING if scarce else DAMPING,
         seed=options.seed,
         calibration=calibration,
     )
@@ -161,7 +157,7 @@ def _weighting(options: ConvertOptions) -> Weighting:
     return weighting
 
 
-def _calibration(options: ConvertOptions) -> CalibrationSpec | None:
+def _calibration(options: ConvertOptions, positions: int) -> CalibrationSpec | None:
     if options.lossless or not options.calibration:
         return None
     if options.calibration_window < 2 or options.calibration_tokens < options.calibration_window:
@@ -169,6 +165,12 @@ def _calibration(options: ConvertOptions) -> CalibrationSpec | None:
             "too few calibration tokens for one window",
             expected="--calibration-tokens at least --calibration-window, which is at least 2",
             found=f"{options.calibration_tokens} tokens, windows of {options.calibration_window}",
+        )
+    if options.calibration_window > positions:
+        raise UsageFault(
+            "--calibration-window is longer than the source's positions",
+            expected=f"at most {positions}",
+            found=str(options.calibration_window),
         )
     return CalibrationSpec(
         texts=options.calibration,
@@ -192,10 +194,16 @@ def _key_rank(shape: AttentionShape, options: ConvertOptions, useful: int, slots
     return options.key_rank
 
 
-def _content_width(shape: AttentionShape, policy: str, slots: int) -> int:
+def _content_width(shape: AttentionShape, policy: str, slots: int, stored_rope: int, dtype: str) -> int:
     """Columns per head for what is not rotated; the same in every layer, so known before calibration."""
     if slots == shape.num_kv_heads * shape.pairs:
-        return EMPTY_CONTENT_WIDTH
+        if dtype == "float32":
+            return EMPTY_CONTENT_WIDTH
+        # Query rows carry √((d_N + d_R)/d). In a half type only a power of two leaves their bits alone.
+        total = shape.head_dim
+        while total < stored_rope + EMPTY_CONTENT_WIDTH:
+            total *= 4
+        return total - stored_rope
     if policy in ("high", "low", "uniform"):
         return shape.head_dim - 2 * slots // shape.num_kv_heads
     return shape.head_dim

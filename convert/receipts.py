@@ -92,11 +92,12 @@ class SourceDigests:
 
 @dataclass(frozen=True)
 class CalibrationEvidence:
-    """What calibration read and measured."""
+    """What calibration read and measured, and the damping that so many tokens need."""
 
     corpora: tuple[Corpus, ...]
     windows: TokenWindows
     store: StatisticsStore
+    damping: float
 
 
 @dataclass(frozen=True)
@@ -324,6 +325,6 @@ def _calibration(plan: ConversionPlan, source: SourceCheckpoint, evidence: Calib
         tokens=windows.tokens,
         seed=plan.seed,
         statistics_digest=evidence.store.digest,
-        damping=plan.damping,
+        damping=evidence.damping,
         under_determined=windows.tokens < source.shape.hidden_size,
     )

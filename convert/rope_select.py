@@ -112,10 +112,12 @@ def rotary_components(statistics: LayerStatistics) -> RotaryComponents:
     values, vectors = torch.linalg.eigh(weighted)
     values, vectors = values.flip(-1).clamp(min=0), vectors.flip(-1)
     by_component = vectors.transpose(1, 2)  # (P, component, G)
+    # Analysis and synthesis only need the heads' weights relative to each other: rows keep the keys' scale.
+    share = (root / root.amax(-1, keepdim=True))[:, None, :]
     return RotaryComponents(
         loss=values,
-        analysis=by_component.conj() * root[:, None, :],
-        synthesis=by_component / root[:, None, :],
+        analysis=by_component.conj() * share,
+        synthesis=by_component / share,
     )
 
 

@@ -16,7 +16,15 @@ from torch import Tensor
 from mla_convert.convert.calibrate import calibrate
 from mla_convert.convert.calibration_text import read_corpus, sample_windows
 from mla_convert.convert.checkpoint import SourceCheckpoint, open_source
-from mla_convert.convert.checkpoint_writer import FolderTransaction, ShardWriter, refuse_existing, write_json
+from mla_convert.convert.checkpoint_writer import (
+    FolderTransaction,
+    ShardWriter,
+    absolute,
+    check_writable,
+    refuse_existing,
+    write_json,
+)
+from mla_convert.convert.factorize import damping_for
 from mla_convert.convert.layer import LayerPlan, convert_layer
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.plan import ConversionPlan
@@ -41,6 +49,7 @@ from mla_convert.convert.target import TargetWriter
 from mla_convert.convert.tokenizer import check_tokenizer, load_tokenizer
 from mla_convert.convert.weights import LayerWeights
 from mla_convert.errors import EnvironmentFault, InputRefused, UsageFault
+from mla_convert.manifests.digest import sha256_json
 from mla_convert.manifests.environment import Environment, capture
 from mla_convert.manifests.models import ConversionManifest
 from mla_convert.mla.weights import MLALayerWeights
@@ -88,17 +97,19 @@ def convert(
         CheckFailed: If the written files do not compute what was converted; `out` is then not there.
     """
     environment = capture(list(command if command is not None else sys.argv))
+    out = absolute(out)
     refuse_existing(out, overwrite=overwrite)
     checkpoint = open_source(source) if isinstance(source, str) else source
     refuse_inside(out, checkpoint.location.folder)
     plan = make_plan(checkpoint, options)
     check_tokenizer(checkpoint.location.folder)
     check_disk(out, checkpoint, plan)
+    check_writable(out)
     digests = digest_of_source(checkpoint)
     evidence = _calibrate(checkpoint, digests, plan)
     with FolderTransaction(out, overwrite=overwrite) as transaction, tempfile.TemporaryDirectory() as scratch:
         work = _Work(checkpoint, plan, evidence, transaction.working, Path(scratch))
-        manifest = work.finish(work.write(), digests, environment, _warnings(checkpoint, evidence))
+        manifest = work.finish(work.write(), digests, environment, _warnings(checkpoint, plan, evidence))
         manifest.write(transaction.working)
         transaction.commit()
     return Conversion(out, plan, manifest)
@@ -166,14 +177,25 @@ def _calibrate(source: SourceCheckpoint, digests: SourceDigests, plan: Conversio
             found=str(largest),
             where=str(source.location.folder),
         )
-    return CalibrationEvidence(corpora, windows, calibrate(source, digests.checkpoint, windows.ids))
+    # The configuration decides activations as much as the weights do.
+    key = sha256_json([digests.checkpoint, digests.config])
+    damping = damping_for(windows.tokens, source.shape.hidden_size)
+    return CalibrationEvidence(corpora, windows, calibrate(source, key, windows.ids), damping)
 
 
-def _warnings(source: SourceCheckpoint, evidence: CalibrationEvidence | None) -> list[str]:
+def _warnings(source: SourceCheckpoint, plan: ConversionPlan, evidence: CalibrationEvidence | None) -> list[str]:
     found = []
     unknown = unknown_config_keys(source)
     if unknown:
         found.append(f"config.json has keys that transformers' class does not know: {', '.join(unknown)}")
+    if (
+        evidence is not None
+        and plan.calibration is not None
+        and evidence.windows.tokens + plan.calibration.window <= plan.calibration.tokens
+    ):
+        found.append(
+            f"the text gave {evidence.windows.tokens} calibration tokens of {plan.calibration.tokens} asked for"
+        )
     if evidence is not None and evidence.windows.tokens < source.shape.hidden_size:
         found.append(
             f"{evidence.windows.tokens} calibration tokens for {source.shape.hidden_size} dimensions: "
@@ -268,7 +290,7 @@ class _Work:
             weighting=plan.weighting,
             measured_gamma=plan.gamma == "measured",
             output_constant=plan.attention_bias,
-            damping=plan.damping,
+            damping=0.0 if self.evidence is None else self.evidence.damping,
         )
         converted, quality = convert_layer(weights, statistics, self.source.rope.frequencies, layer_plan)
         return converted, LayerRecord(slots, quality)

@@ -7,7 +7,7 @@ Orders (named in the manifest): a head's query rows are `[nope | rope]`, `kv_a_p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from mla_convert.convert.latent_norm import NeutralNorm, neutralise, norm_bound
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.mla.rope import default_frequencies
 from mla_convert.mla.weights import MLALayerWeights
+
+SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,12 @@ def stock_layer(layer: MLALayerWeights, plan: ConversionPlan, input_norm_weight:
         plan: Stored widths and constants.
         input_norm_weight: (D,) weight of the norm before attention; bounds the latent.
     """
-    norm = neutralise(plan.latent_norm, plan.kv_lora_rank, norm_bound(layer.latent, input_norm_weight))
+    digits = SIGNIFICANT_BITS.get(plan.attention_dtype)
+    # Twice the bound leaves room for the factor, should it go onto the latent rows.
+    norm = neutralise(plan.latent_norm, plan.kv_lora_rank, 2 * norm_bound(layer.latent, input_norm_weight), digits)
+    if torch.equal(layer.latent, torch.eye(*layer.latent.shape, dtype=layer.latent.dtype)):
+        # A copy of the input is exact times any one number; the keys and values behind it then keep their bits.
+        norm = replace(norm, input_scale=norm.input_scale * norm.output_factor, output_factor=1.0)
     queries, query_bias = _query_rows(layer, plan)
     tensors = {**_key_value_tensors(layer, plan, norm), "o_proj.weight": _output_columns(layer) * plan.residual_scale}
     if plan.attention_bias:
@@ -65,7 +72,7 @@ def stock_layer(layer: MLALayerWeights, plan: ConversionPlan, input_norm_weight:
     if plan.q_lora_rank is None:
         tensors["q_proj.weight"] = queries
     else:
-        query_norm = neutralise(plan.latent_norm, plan.q_lora_rank, _query_bound(input_norm_weight))
+        query_norm = neutralise(plan.latent_norm, plan.q_lora_rank, _query_bound(input_norm_weight), digits)
         tensors.update(_query_detour(queries, query_bias, query_norm))
     return StockLayer(tensors, norm, query_norm)
 
@@ -119,24 +126,24 @@ def _output_columns(layer: MLALayerWeights) -> Tensor:
 
 
 def _query_bound(input_norm_weight: Tensor) -> float:
-    """Largest length of `[x, 1]` where `x` comes out of the layer's input norm."""
+    """Largest length of `[x, 1]`, `x` out of the layer's input norm, with room for a factor of two on it."""
     size = input_norm_weight.shape[0]
-    return math.hypot(float(input_norm_weight.double().abs().max()) * math.sqrt(size), 1.0)
+    return 2 * math.hypot(float(input_norm_weight.double().abs().max()) * math.sqrt(size), 1.0)
 
 
 def _query_detour(queries: Tensor, bias: Tensor | None, norm: NeutralNorm) -> dict[str, Tensor]:
     """`q_a_proj` copies the input beside a constant, `q_b_proj` holds the rows and, as a column, their bias.
 
-    Stock `q_proj` has no bias (Qwen2's queries do).
+    Stock `q_proj` has no bias (Qwen2's queries do). The norm's remaining factor goes onto the copy, where it is one
+    number and the rows keep their bits.
     """
     rows, size = queries.shape
-    copy = torch.cat(
-        [torch.eye(size, dtype=torch.float64) * norm.input_scale, torch.zeros(1, size, dtype=torch.float64)]
-    )
+    copied = norm.input_scale * norm.output_factor
+    copy = torch.cat([torch.eye(size, dtype=torch.float64) * copied, torch.zeros(1, size, dtype=torch.float64)])
     constant = torch.zeros(size + 1, dtype=torch.float64)
-    constant[-1] = norm.input_scale if norm.channel is None else norm.channel
+    constant[-1] = copied if norm.channel is None else norm.channel
     weight = torch.full((size + 1,), norm.weight, dtype=torch.float64)
-    column = norm.output_factor
+    column = 1.0
     if norm.channel_value is not None:
         weight[-1] = 1.0
         column = 1 / norm.channel_value
@@ -144,7 +151,7 @@ def _query_detour(queries: Tensor, bias: Tensor | None, norm: NeutralNorm) -> di
         "q_a_proj.weight": copy,
         "q_a_proj.bias": constant,
         "q_a_layernorm.weight": weight,
-        "q_b_proj.weight": torch.cat([queries * norm.output_factor, _or_zeros(bias, rows)[:, None] * column], dim=1),
+        "q_b_proj.weight": torch.cat([queries, _or_zeros(bias, rows)[:, None] * column], dim=1),
     }
 
 

@@ -142,9 +142,8 @@ def _read_pickled(folder: Path, files: list[str]) -> TensorFiles:
         try:
             state: Any = torch.load(folder / file, map_location="cpu", weights_only=True, mmap=mapped)
         except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise InputRefused(
-                f"a pickle that is not plain weights: {reason}",
+                f"a pickle that is damaged or holds more than plain weights ({type(error).__name__}); it was not run",
                 where=str(folder / file),
                 remedy="Convert it to safetensors where you trust it.",
             ) from error

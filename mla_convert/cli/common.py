@@ -36,7 +36,17 @@ WIDTH_WITHOUT_TERMINAL = 120
 
 # Errors of the machine, not of the input or of this program.
 _ENVIRONMENT_ERRNOS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EIO}
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.ENOMEM,
+        errno.EROFS,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EIO,
+        errno.EACCES,
+        errno.EPERM,
+    }
 )
 # torch raises a plain RuntimeError for lack of host memory; importing torch to ask is too slow here.
 _OUT_OF_MEMORY_PHRASES = ("DefaultCPUAllocator", "not enough memory", "CUDA out of memory")
@@ -44,7 +54,7 @@ _OUT_OF_MEMORY_PHRASES = ("DefaultCPUAllocator", "not enough memory", "CUDA out 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of every random choice.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of every random choice.")]
 Debug = Annotated[
     bool,
     typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show the full traceback of an unexpected error."),

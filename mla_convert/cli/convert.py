@@ -65,7 +65,8 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
 Lossless = Annotated[
-    bool, typer.Option("--lossless", help="Rotate all pairs and keep the full useful rank: the same function.")
+    bool,
+    typer.Option("--lossless", help="Rotate all pairs and keep the full useful rank: the same function to rounding."),
 ]
 KvLoraRank = Annotated[int | None, typer.Option(min=1, help="Width of the cached latent.")]
 QkRopeHeadDim = Annotated[int | None, typer.Option(min=2, help="Width of the cached rotary key; even.")]
@@ -188,12 +189,13 @@ def _run(
     source: str, revision: str | None, out: Path, options: ConvertOptions, *, overwrite: bool, dry_run: bool
 ) -> ConvertResult | DryRun:
     from mla_convert.convert.calibration_text import read_corpus
-    from mla_convert.convert.checkpoint_writer import refuse_existing
+    from mla_convert.convert.checkpoint_writer import absolute, refuse_existing
     from mla_convert.convert.inspection import preview_conversion
     from mla_convert.convert.planning import make_plan
     from mla_convert.convert.run import check_disk, convert, refuse_inside
 
     started = time.perf_counter()
+    out = absolute(out)
     refuse_existing(out, overwrite=overwrite)
     checkpoint = open_revision(source, revision)
     refuse_inside(out, checkpoint.location.folder)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HELP = (
     "Convert the real SmolLM2-135M-Instruct at two cache widths and show what it costs: inspect, convert, "
     "verify, eval on held-out Wikipedia text and generate, each command printed before it runs. "
-    "The first run downloads 190 MB."
+    "The first run downloads 120 MB."
 )
 EXAMPLES = """
 mla-convert demo

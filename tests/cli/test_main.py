@@ -133,7 +133,7 @@ def test_a_result_that_did_not_hold_is_printed_and_ends_with_three(probe: Run, f
         ("memory", 5, "environment"),
         ("torch_memory", 5, "environment"),
         ("fault", 70, "internal"),
-        ("permission", 70, "internal"),
+        ("permission", 5, "environment"),
         ("worker_pipe", 70, "internal"),
         ("interrupt", 130, "interrupted"),
     ],

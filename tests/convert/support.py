@@ -159,7 +159,6 @@ def some_plan(**changes: Any) -> ConversionPlan:
         "tie_word_embeddings": False,
         "dtype": "source",
         "attention_dtype": "float32",
-        "damping": 1e-6,
         "seed": 0,
         "calibration": None,
     }
