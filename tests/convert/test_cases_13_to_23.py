@@ -1,4 +1,4 @@
-"""Cases 13 to 23 of cases.md; see `test_cases.py`."""
+"""Cases 13 to 23 of cases.md; see `test_cases_1_to_12.py`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Fixture F is `make_pico`'s default: 4 heads, 1 KV head of 16, hidden 48, 4 layers, vocabulary 97. Cases 6, 8 and 15
 (soft-cap, q/k-norm, sliding window) are refusals: `test_families.py` has all of those. From 13 on:
-`test_cases_from_13.py`.
+`test_cases_13_to_23.py`.
 """
 
 from __future__ import annotations
