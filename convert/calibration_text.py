@@ -94,7 +94,9 @@ def _read_file(path: Path, root: Path, text_field: str) -> Iterator[Document]:
     name = path.relative_to(root).as_posix()
     try:
         content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputRefused(f"text that cannot be read: {error.strerror}", where=str(path)) from error
+    except UnicodeDecodeError as error:
         raise InputRefused(f"not UTF-8 text: {error}", where=str(path)) from error
     if path.suffix != ".jsonl":
         yield Document(name, content)

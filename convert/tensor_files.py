@@ -128,7 +128,9 @@ def _read_safetensors(folder: Path, files: list[str]) -> TensorFiles:
                     part = handle.get_slice(name)
                     dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
                     _add(infos, name, TensorInfo(tuple(part.get_shape()), dtype, file))
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
+            raise InputRefused(f"a weight file that cannot be read: {error}", where=str(folder / file)) from error
+        except SafetensorError as error:
             raise InputRefused(f"damaged safetensors file: {error}", where=str(folder / file)) from error
     return TensorFiles(folder, tuple(files), infos)
 

@@ -98,6 +98,14 @@ class Generation:
         }
 
 
+def _refuse_broken_text(prompt: str) -> None:
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # What the shell passed on as bytes that are no UTF-8 arrives as lone surrogates.
+        raise InputRefused(f"the prompt is not Unicode text: {error.reason}", where="--prompt") from error
+
+
 def generate(checkpoint: str, options: GenerateOptions) -> Generation:
     """Continue a prompt with a converted folder, or with a source as it is, in float32.
 
@@ -109,6 +117,7 @@ def generate(checkpoint: str, options: GenerateOptions) -> Generation:
         InputRefused: If it cannot be loaded, has no tokenizer or chat template, or the prompt is empty or
             longer than the model's positions.
     """
+    _refuse_broken_text(options.prompt)
     location = locate_source(checkpoint)
     identity, stored = _identity(location.folder, checkpoint)
     tokenizer = load_tokenizer(location.folder)

@@ -200,3 +200,11 @@ def test_text_shorter_than_a_window_is_refused(tokenizer: Any) -> None:
         sample_windows((corpus_of("abc"),), tokenizer, tokens=64, length=64, seed=0)
 
     assert (caught.value.expected, caught.value.found) == ("at least 64 tokens", "4 tokens")
+
+
+@pytest.mark.parametrize("text", ['{"text": "\\ud800 abc"}', "[" * 100_000])
+def test_a_row_that_is_no_text_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(text + "\n")
+
+    with pytest.raises(InputRefused, match=r"not Unicode|not JSON"):
+        read_corpus(str(tmp_path / "rows.jsonl"))

@@ -134,3 +134,8 @@ def test_the_real_model_finishes_a_sentence(smollm2: Path) -> None:
 
     assert "Paris" in done.text
     assert done.cache.numbers_per_token_per_layer == (384,) * 30
+
+
+def test_a_prompt_of_broken_bytes_is_refused(pico: PicoFactory) -> None:
+    with pytest.raises(InputRefused, match="not Unicode"):
+        generate(str(pico()), GenerateOptions(prompt="caf\udce9"))
