@@ -124,7 +124,7 @@ def joint(keys: ContentMap, values: ContentMap, rank: int) -> Factors:
     exact = float((stacked.rows - up @ down).norm()) <= 1e-9 * float(stacked.rows.norm())
     if not exact and not torch.equal(keys.covariance, values.covariance):
         down, key_up, value_up = _alternate(keys, values, down)
-    return Factors(down, key_up, value_up, singular, _energy(singular, down.shape[0]))
+    return Factors(down, key_up, value_up, singular, _energy(singular[: down.shape[0]], singular))
 
 
 def split(keys: ContentMap, values: ContentMap, key_rank: int, value_rank: int) -> Factors:
@@ -134,13 +134,12 @@ def split(keys: ContentMap, values: ContentMap, key_rank: int, value_rank: int) 
     kept_keys, kept_values = key_down.shape[0], value_down.shape[0]
     singular = torch.cat([key_singular, value_singular])
     kept = torch.cat([key_singular[:kept_keys], value_singular[:kept_values]])
-    total = float(singular.square().sum())
     return Factors(
         down=torch.cat([key_down, value_down]),
         key_up=torch.cat([key_up, key_up.new_zeros(key_up.shape[0], kept_values)], dim=1),
         value_up=torch.cat([value_up.new_zeros(value_up.shape[0], kept_keys), value_up], dim=1),
         singular_values=singular,
-        energy_kept=float(kept.square().sum()) / total if total > 0 else 1.0,
+        energy_kept=_energy(kept, singular),
     )
 
 
@@ -153,9 +152,9 @@ def split_ranks(keys: ContentMap, values: ContentMap, rank: int) -> tuple[int, i
     return rank - value_rank, value_rank
 
 
-def _energy(singular: Tensor, rank: int) -> float:
+def _energy(kept: Tensor, singular: Tensor) -> float:
     total = float(singular.square().sum())
-    return float(singular[:rank].square().sum()) / total if total > 0 else 1.0
+    return float(kept.square().sum()) / total if total > 0 else 1.0
 
 
 def _best_up(target: ContentMap, down: Tensor) -> Tensor:
