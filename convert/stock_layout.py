@@ -29,12 +29,10 @@ class StockLayer:
     Attributes:
         tensors: `self_attn.<name>` to float64 values.
         latent_norm: How the latent's norm was neutralised.
-        query_norm: The same for the query detour, None without one.
     """
 
     tensors: dict[str, Tensor]
     latent_norm: NeutralNorm
-    query_norm: NeutralNorm | None
 
 
 def interleave(pairs: Tensor) -> Tensor:
@@ -68,13 +66,12 @@ def stock_layer(layer: MLALayerWeights, plan: ConversionPlan, input_norm_weight:
     if plan.attention_bias:
         tensors["o_proj.bias"] = _or_zeros(layer.output_bias, queries.shape[1]) * plan.residual_scale
         tensors["kv_a_proj_with_mqa.bias"] = _key_value_bias(layer, plan, norm)
-    query_norm = None
     if plan.q_lora_rank is None:
         tensors["q_proj.weight"] = queries
     else:
         query_norm = neutralise(plan.latent_norm, plan.q_lora_rank, _query_bound(input_norm_weight), digits)
         tensors.update(_query_detour(queries, query_bias, query_norm))
-    return StockLayer(tensors, norm, query_norm)
+    return StockLayer(tensors, norm)
 
 
 def _or_zeros(bias: Tensor | None, size: int) -> Tensor:
