@@ -1,0 +1,72 @@
+"""The options of `mla-convert convert`, as typer declares them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+# The choices and defaults of `ConvertOptions`, whose module is too slow to import for `--help`.
+ProfileChoice = Literal["auto", "engine", "hf", "full"]
+PolicyChoice = Literal["optimal", "high", "low", "uniform", "2-norm"]
+FactorizationChoice = Literal["joint", "split"]
+WeightingChoice = Literal["output", "activation", "weight"]
+GammaChoice = Literal["measured", "one"]
+NormChoice = Literal["auto", "epsilon", "constant"]
+DtypeChoice = Literal["source", "float32", "bfloat16", "float16"]
+CALIBRATION_TOKENS, CALIBRATION_WINDOW = 5120, 512
+
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
+Lossless = Annotated[
+    bool,
+    typer.Option("--lossless", help="Rotate all pairs and keep the full useful rank: the same function to rounding."),
+]
+KvLoraRank = Annotated[int | None, typer.Option(min=1, help="Width of the cached latent.")]
+QkRopeHeadDim = Annotated[int | None, typer.Option(min=2, help="Width of the cached rotary key; even.")]
+Profile = Annotated[
+    ProfileChoice, typer.Option(help="Form of the output; auto takes engine where it can carry the plan, else hf.")
+]
+RopePolicy = Annotated[
+    PolicyChoice, typer.Option(help="Which rotary components stay rotary; optimal and 2-norm need calibration text.")
+]
+Factorization = Annotated[
+    FactorizationChoice, typer.Option(help="One latent for keys and values together, or a part of it for each.")
+]
+KeyRank = Annotated[
+    int | None,
+    typer.Option(min=0, help="Latent rows for keys, with --factorization split.", show_default="by the spectra"),
+]
+Weighting = Annotated[
+    WeightingChoice | None,
+    typer.Option(
+        help="The error that is made small: of the attention output, of keys and values, or of the weights.",
+        show_default="output with calibration text, else weight",
+    ),
+]
+Gamma = Annotated[
+    GammaChoice | None,
+    typer.Option(
+        help="Constant in place of a removed rotation.", show_default="measured with calibration text, else one"
+    ),
+]
+LatentNorm = Annotated[
+    NormChoice,
+    typer.Option(help="How the stock norm on the latent is neutralised; auto takes constant for float16 only."),
+]
+Calibration = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATH", help="Text file, JSONL, folder of them, or datasets:NAME. Can be repeated."),
+]
+CalibrationTokens = Annotated[int, typer.Option(min=2, help="Tokens to measure on.")]
+CalibrationWindow = Annotated[int, typer.Option(min=2, help="Tokens per window.")]
+TextField = Annotated[str, typer.Option(help="Field of JSONL and dataset rows that holds the text.")]
+Dtype = Annotated[DtypeChoice, typer.Option(help="Dtype of what is written; source keeps each tensor's own.")]
+PadCache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RANK+ROPE", help="Store these widths, filled up with rows of zeros; 512+64 is what kernels take."
+    ),
+]
+DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint that is in OUT.")]

@@ -1,0 +1,136 @@
+"""What `mla-convert convert` prints: the plan before the work, the evidence after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from mla_convert.convert.inspection import Preview
+    from mla_convert.convert.run import Conversion
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A preview as a result."""
+
+    preview: Preview
+
+    def to_json(self) -> Mapping[str, object]:
+        """See `Preview.to_json`."""
+        return {"dry_run": True, **self.preview.to_json()}
+
+    def render(self, console: Console) -> None:
+        """The plan, and that nothing was written."""
+        console.print(_grid(_plan_rows(self.preview)))
+        console.print("dry run: nothing was written")
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """A finished conversion and how it is printed."""
+
+    conversion: Conversion
+    preview: Preview
+    seconds: float
+
+    def to_json(self) -> Mapping[str, object]:
+        """Plan, identity, evidence and time."""
+        from mla_convert.manifests.models import MANIFEST_NAME
+
+        manifest = self.conversion.manifest
+        calibration = manifest.calibration
+        return {
+            "dry_run": False,
+            **self.preview.to_json(),
+            "files": sorted([*(file.path for file in manifest.outputs.files), MANIFEST_NAME]),
+            "total_bytes": manifest.outputs.total_bytes,
+            "canonical_mla_id": manifest.canonical_mla_id,
+            "reload_check": manifest.reload_check.model_dump(mode="json"),
+            "layer_errors": self._layer_errors(),
+            "calibration": None if calibration is None else calibration.model_dump(mode="json", exclude={"documents"}),
+            "warnings": manifest.warnings,
+            "seconds": self.seconds,
+        }
+
+    def render(self, console: Console) -> None:
+        """Where it is, what it is, and how well it holds; the plan has been printed before."""
+        manifest, check = self.conversion.manifest, self.conversion.manifest.reload_check
+        reloaded = (
+            f"{check.kind}: max |Δlogit| {check.max_abs_logit_error:.2g}, {check.relative_error:.2g} of max |logit|; "
+            f"at most {check.tolerance:g}"
+        )
+        rows = [
+            ("written", f"{self.conversion.folder} ({_size(manifest.outputs.total_bytes)})"),
+            ("plan", manifest.method.plan_id),
+            ("identity", manifest.canonical_mla_id),
+            ("reloaded", reloaded),
+        ]
+        for name, found in self._layer_errors().items():
+            if found is not None:
+                worst = f"worst {found['worst']:.3g} in layer {found['worst_layer']}"
+                rows.append((name.replace("_", " "), f"mean {found['mean']:.3g}, {worst}"))
+        rows += [("warning", warning) for warning in manifest.warnings]
+        console.print(_grid([*rows, ("time", f"{self.seconds:.1f} s")]))
+
+    def _layer_errors(self) -> dict[str, dict[str, float] | None]:
+        """Mean and worst over the layers of each relative error; None where it was not measured."""
+        found: dict[str, dict[str, float] | None] = {}
+        for name in ("key_map_error", "value_map_error", "weighted_key_error", "weighted_value_error"):
+            errors = [error for layer in self.conversion.manifest.layers if (error := getattr(layer, name)) is not None]
+            found[name] = None
+            if errors:
+                worst = max(range(len(errors)), key=errors.__getitem__)
+                found[name] = {"mean": sum(errors) / len(errors), "worst": errors[worst], "worst_layer": worst}
+        return found
+
+
+def print_preview(preview: Preview) -> None:
+    """The plan on standard error, before work starts."""
+    from rich.console import Console
+
+    Console(stderr=True).print(_grid(_plan_rows(preview)))
+
+
+def _plan_rows(preview: Preview) -> list[tuple[str, str]]:
+    plan, before, after = preview.plan, preview.source_cache, preview.target_cache
+    numbers = f"{before.numbers_per_token_per_layer:,} → {after.numbers_per_token_per_layer:,}"
+    share = after.numbers_per_token_per_layer / before.numbers_per_token_per_layer
+    spec = plan.calibration
+    texts = "" if spec is None else f"{spec.tokens:,} tokens in windows of {spec.window} of {', '.join(spec.texts)}"
+    padding = f", filled up from {plan.useful_rank}+{2 * plan.rope_slots}" if plan.padded else ""
+    residual = "as it is" if plan.residual_scale == 1 else f"times {plan.residual_scale:.4g}, for the norms' epsilon"
+    biases = "; attention has biases" if plan.attention_bias else ""
+    return [
+        ("plan", plan.plan_id),
+        ("profile", f"{plan.profile}{', lossless' if plan.lossless else ''}{biases}"),
+        ("widths", f"kv_lora_rank {plan.kv_lora_rank}, qk_rope_head_dim {plan.qk_rope_head_dim}{padding}"),
+        ("", f"qk_nope_head_dim {plan.qk_nope_head_dim}, v_head_dim {plan.v_head_dim}"),
+        ("cache", f"{numbers} numbers per token and layer ({share:.1%})"),
+        ("", f"{before.bytes_per_token:,} → {after.bytes_per_token:,} bytes per token ({after.dtype})"),
+        ("rope policy", plan.rope_policy),
+        ("factorization", f"{plan.factorization}, weighting {plan.weighting}, gamma {plan.gamma}"),
+        ("calibration", texts or "none"),
+        ("latent norm", f"{plan.latent_norm} route"),
+        ("residual", residual),
+        ("dtype", f"{plan.dtype}; attention {plan.attention_dtype}"),
+        ("writes", f"{_size(preview.weight_bytes)} of weights into {preview.out}{' (replaced)' * preview.overwrite}"),
+        ("", ", ".join(preview.files)),
+    ]
+
+
+def _grid(rows: list[tuple[str, str]]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
+    return grid
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
