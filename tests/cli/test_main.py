@@ -222,7 +222,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table_lists_every_subcommand_file() -> None:
     folder = Path(cli.__file__).parent
-    files = {path.stem for path in folder.glob("*.py") if "\ndef command(" in path.read_text()}
+    files = {path.stem for path in folder.glob("*.py") if "\nHELP = " in path.read_text()}
 
     assert set(COMMANDS) == files
     assert all(module == f"mla_convert.cli.{name}" for name, module in COMMANDS.items())
