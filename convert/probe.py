@@ -72,10 +72,10 @@ class ReferenceProbe:
         save_file(_stages(before, trace, self.hidden), self.folder / f"layer_{layer:04d}.safetensors")
 
     def logits(self, streamed: StreamedSource) -> Tensor:
-        """(B, T, V) float64 from the reference's last hidden state."""
+        """(B, T, V) float32, computed in float64 from the reference's last hidden state."""
         weight = self.source.tensor("model.norm.weight").double()
         normed = rms_norm(self.hidden, weight, float(self.source.config.rms_norm_eps))
-        return normed @ streamed.head().double().T
+        return torch.cat([(normed @ rows.double().T).float() for rows in streamed.head()], dim=-1)
 
 
 def _stages(before: Tensor, trace: AttentionTrace, after: Tensor) -> dict[str, Tensor]:

@@ -236,14 +236,15 @@ class _Work:
         writer.write_embedding()
         layers, scale, hidden = [], 1.0, torch.empty(0)
         for done in streamed.layers(probe.ids, "converting"):
+            (batch,) = done.batches
             weights = self.source.layer_weights(done.layer)
-            check_reading(weights, self.source.rope.frequencies, done, windows=1)
+            check_reading(weights, self.source.rope.frequencies, batch, windows=1)
             statistics = None if store is None else store.load(done.layer)
             converted, record = self.convert_one(weights, statistics, selection)
             writer.write_layer(done.layer, converted)
             probe.advance(done.layer, converted)
             layers.append(record)
-            scale, hidden = weights.softmax_scale, done.hidden
+            scale, hidden = weights.softmax_scale, batch.hidden
         writer.write_head()
         config = stock_config(self.plan, self.source, selection.pairs)
         write_json(self.folder / "config.json", config)
