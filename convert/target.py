@@ -12,11 +12,14 @@ from mla_convert.convert.checkpoint_writer import ShardWriter
 from mla_convert.convert.latent_norm import NeutralNorm
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.stock_layout import stock_layer
+from mla_convert.convert.tensor_files import all_finite
 from mla_convert.errors import InputRefused
 from mla_convert.mla.weights import MLALayerWeights
 
 # Tensors that write to the residual stream, beside the attention's output.
 STREAM_WRITERS = ("mlp.down_proj.weight", "mlp.down_proj.bias")
+# Rows that are scaled in float64 at once: an embedding has hundreds of thousands.
+SCALED_ROWS = 4096
 
 
 @dataclass
@@ -77,8 +80,13 @@ class TargetWriter:
         dtype = self._dtype(value)
         if scale != 1.0:
             self.rerounded.append(name)
-            value = value.double() * scale
-        self.shards.add(name, cast(value, dtype, name))
+            parts = (cast(rows.double() * scale, dtype, name) for rows in value.split(SCALED_ROWS))
+            scaled = torch.empty(value.shape, dtype=dtype)
+            for rows, part in zip(scaled.split(SCALED_ROWS), parts, strict=True):
+                rows.copy_(part)
+            self.shards.add(name, scaled)
+        else:
+            self.shards.add(name, cast(value, dtype, name))
 
 
 def cast(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -88,7 +96,7 @@ def cast(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         InputRefused: If a value overflows there.
     """
     rounded = value.to(dtype)
-    if not bool(torch.isfinite(rounded).all()):
+    if not all_finite(rounded):
         raise InputRefused(
             f"a value does not fit {str(dtype).removeprefix('torch.')}",
             expected=f"at most {torch.finfo(dtype).max:g}",
