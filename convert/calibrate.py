@@ -16,8 +16,9 @@ from torch import Tensor
 
 from mla_convert.cache_dir import cache_root, fill_once
 from mla_convert.convert.checkpoint import SourceCheckpoint
-from mla_convert.convert.source_model import STATE_BUDGET_BYTES, LayerPass, StreamedSource
+from mla_convert.convert.source_model import LayerPass, StreamedSource
 from mla_convert.convert.source_reading import check_reading
+from mla_convert.convert.states import MEMORY_BUDGET_BYTES
 from mla_convert.convert.statistics import LayerStatistics, Moments, measure_layer
 from mla_convert.errors import EnvironmentFault
 from mla_convert.manifests.digest import sha256_json
@@ -83,7 +84,7 @@ def _unpack(stored: dict[str, Tensor]) -> LayerStatistics:
 
 
 def calibrate(
-    checkpoint: SourceCheckpoint, source_digest: str, token_ids: Tensor, budget_bytes: int = STATE_BUDGET_BYTES
+    checkpoint: SourceCheckpoint, source_digest: str, token_ids: Tensor, budget_bytes: int = MEMORY_BUDGET_BYTES
 ) -> StatisticsStore:
     """Measure every layer on windows of tokens, or find the same measurement on disk.
 

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.reload_child import ProbeSettings, ReloadReport
+from mla_convert.convert.states import MEMORY_BUDGET_BYTES
 from mla_convert.errors import CheckFailed
 from mla_convert.manifests.models import ReloadCheck
 from mla_convert.tolerances import RELOAD_LAYER, RELOAD_RELATIVE
-
-WHOLE_MODEL_BYTES = 2 * 1024**3
 
 
 def check_reload(
@@ -28,7 +27,7 @@ def check_reload(
     softmax_scale: float,
     ids: Tensor,
     logits: Tensor,
-    whole_model_bytes: int = WHOLE_MODEL_BYTES,
+    whole_model_bytes: int = MEMORY_BUDGET_BYTES,
 ) -> ReloadCheck:
     """Load `folder` with stock transformers in a fresh process and compare it on the probe batch.
 

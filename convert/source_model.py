@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from mla_convert.cache_dir import cache_root
 from mla_convert.convert.checkpoint import EMBEDDING, TIED_HEAD, SourceCheckpoint
-from mla_convert.convert.states import StateStore
+from mla_convert.convert.states import MEMORY_BUDGET_BYTES, StateStore
 from mla_convert.progress import track
 
 # Windows that go through a layer at once, fewer where they are long: what an MLP makes of them is the largest
@@ -22,7 +22,6 @@ from mla_convert.progress import track
 BATCH, BATCH_TOKENS = 4, 2048
 # Rows of the output head that are made float32 at once.
 HEAD_ROWS = 8192
-STATE_BUDGET_BYTES = 2 * 1024**3
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class StreamedSource:
         forward_seconds: Time spent in embedding and layers so far.
     """
 
-    def __init__(self, checkpoint: SourceCheckpoint, budget_bytes: int = STATE_BUDGET_BYTES) -> None:
+    def __init__(self, checkpoint: SourceCheckpoint, budget_bytes: int = MEMORY_BUDGET_BYTES) -> None:
         self._checkpoint = checkpoint
         self._budget = budget_bytes
         self.forward_seconds = 0.0

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mla_convert.errors import EnvironmentFault
 
+# Default of what a conversion may hold beside one layer: hidden states, and afterwards the written model whole.
+MEMORY_BUDGET_BYTES = 2 * 1024**3
 FLOAT32_BYTES = 4
 
 

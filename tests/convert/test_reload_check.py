@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from mla_convert.convert import reload_check, reload_child
 from mla_convert.convert.options import ConvertOptions
-from mla_convert.convert.reload_check import WHOLE_MODEL_BYTES, check_reload
+from mla_convert.convert.reload_check import check_reload
 from mla_convert.convert.reload_child import relative
 from mla_convert.convert.run import convert
+from mla_convert.convert.states import MEMORY_BUDGET_BYTES
 from mla_convert.errors import CheckFailed
 from mla_convert.manifests.models import ReloadCheck
 from mla_convert.manifests.verify import verify_folder
@@ -31,7 +32,7 @@ def lossy(converted: ConvertedFactory) -> Converted:
     return converted(source={"kv_heads": 2}, kv_lora_rank=24, qk_rope_head_dim=16, rope_policy="high")
 
 
-def check(done: Converted, folder: Path, probe: Path, whole_model_bytes: int = WHOLE_MODEL_BYTES) -> ReloadCheck:
+def check(done: Converted, folder: Path, probe: Path, whole_model_bytes: int = MEMORY_BUDGET_BYTES) -> ReloadCheck:
     expected = load_file(done.probe / "expected.safetensors")
     scale = read_json(done.probe / "settings.json")["softmax_scale"]
     return check_reload(folder, probe, done.plan, scale, expected["ids"], expected["logits"], whole_model_bytes)
@@ -146,7 +147,7 @@ def test_what_only_the_whole_model_gets_wrong_is_caught(
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("whole", [0, WHOLE_MODEL_BYTES], ids=["by layer", "whole"])
+@pytest.mark.parametrize("whole", [0, MEMORY_BUDGET_BYTES], ids=["by layer", "whole"])
 def test_names_and_shapes_are_those_of_the_class_and_no_others(
     converted: ConvertedFactory, tmp_path: Path, whole: int
 ) -> None:
