@@ -20,12 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mla_convert.convert.tensor_files import TensorFiles, open_tensor_files
+from mla_convert.convert.tensor_files import TensorFiles, open_tensor_files, row_blocks
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 ROTARY = "model.rotary_emb."
-# Rows of the head that are made float32 at once.
-HEAD_ROWS = 8192
 FLOAT32_BYTES = 4
 
 
@@ -187,8 +185,12 @@ class _Written:
         norm.load_state_dict({"weight": self.read(NORM)}, strict=True, assign=True)
         normed = norm(hidden)
         head = self.files.read(self.model.all_tied_weights_keys.get(HEAD, HEAD))
-        parts = zip(head.split(HEAD_ROWS), expected.split(HEAD_ROWS, dim=-1), strict=True)
-        return torch.stack([(normed @ rows.float().T - logits).abs().max() for rows, logits in parts]).max()
+        differences, start = [], 0
+        for rows in row_blocks(head):
+            logits = normed @ rows.float().T
+            differences.append((logits - expected[..., start : start + len(rows)]).abs().max())
+            start += len(rows)
+        return torch.stack(differences).max()
 
 
 def _load_whole(folder: Path) -> tuple[Any, tuple[str, ...]]:

@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM
 from mla_convert.cache_dir import cache_root
 from mla_convert.convert.checkpoint import EMBEDDING, TIED_HEAD, SourceCheckpoint
 from mla_convert.convert.states import MEMORY_BUDGET_BYTES, StateStore
+from mla_convert.convert.tensor_files import row_blocks
 from mla_convert.progress import track
 
 # Windows that go through a layer at once, fewer where they are long: what an MLP makes of them is the largest
 # activation there is.
 BATCH, BATCH_TOKENS = 4, 2048
-# Rows of the output head that are made float32 at once.
-HEAD_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class StreamedSource:
     def head(self) -> Iterator[Tensor]:
         """The (V, D) output head in float32, some rows at a time."""
         stored = self._checkpoint.tensor(EMBEDDING if self._checkpoint.tied else TIED_HEAD)
-        for rows in stored.split(HEAD_ROWS):
+        for rows in row_blocks(stored):
             yield rows.float()
 
     def logits(self, hidden: Tensor) -> Tensor:

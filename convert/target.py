@@ -12,14 +12,12 @@ from mla_convert.convert.checkpoint_writer import ShardWriter
 from mla_convert.convert.latent_norm import NeutralNorm
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.stock_layout import stock_layer
-from mla_convert.convert.tensor_files import all_finite
+from mla_convert.convert.tensor_files import all_finite, row_blocks
 from mla_convert.errors import InputRefused
 from mla_convert.mla.weights import MLALayerWeights
 
 # Tensors that write to the residual stream, beside the attention's output.
 STREAM_WRITERS = ("mlp.down_proj.weight", "mlp.down_proj.bias")
-# Rows that are scaled in float64 at once: an embedding has hundreds of thousands.
-SCALED_ROWS = 4096
 
 
 @dataclass
@@ -80,10 +78,9 @@ class TargetWriter:
         dtype = self._dtype(value)
         if scale != 1.0:
             self.rerounded.append(name)
-            parts = (cast(rows.double() * scale, dtype, name) for rows in value.split(SCALED_ROWS))
             scaled = torch.empty(value.shape, dtype=dtype)
-            for rows, part in zip(scaled.split(SCALED_ROWS), parts, strict=True):
-                rows.copy_(part)
+            for target, rows in zip(row_blocks(scaled), row_blocks(value), strict=True):
+                target.copy_(cast(rows.double() * scale, dtype, name))
             self.shards.add(name, scaled)
         else:
             self.shards.add(name, cast(value, dtype, name))

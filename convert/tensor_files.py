@@ -29,6 +29,16 @@ SAFETENSORS_DTYPES = {
 }
 
 
+# What is made float64 of a matrix at once, in bytes.
+BLOCK_BYTES = 8 * 1024**2
+
+
+def row_blocks(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Views of the rows of a tensor, as many at a time as take `BLOCK_BYTES` in float64."""
+    per_row = 8 * max(1, matrix[0].numel())
+    return matrix.split(max(1, BLOCK_BYTES // per_row))
+
+
 def all_finite(value: Tensor) -> bool:
     """Whether a tensor holds neither NaN nor infinity: one pass and no copy, since both reach the extremes."""
     return value.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(value))).all())
