@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from mla_convert.cache_dir import cache_root, fill_once
 from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.source_model import LayerPass, StreamedSource
 from mla_convert.convert.source_reading import check_reading
+from mla_convert.convert.states import MEMORY_BUDGET_BYTES
 from mla_convert.convert.statistics import LayerStatistics, Moments, measure_layer
 from mla_convert.errors import EnvironmentFault
 from mla_convert.manifests.digest import sha256_json
@@ -33,11 +35,13 @@ class StatisticsStore:
         folder: One safetensors file per layer.
         digest: Key of what they were measured on.
         reused: Whether they were found instead of measured.
+        forward_seconds: Time of the source's own forward passes, 0 where nothing was measured.
     """
 
     folder: Path
     digest: str
     reused: bool
+    forward_seconds: float
 
     def load(self, layer: int) -> LayerStatistics:
         """Statistics of one layer."""
@@ -79,15 +83,19 @@ def _unpack(stored: dict[str, Tensor]) -> LayerStatistics:
     return LayerStatistics(**values)
 
 
-def calibrate(checkpoint: SourceCheckpoint, source_digest: str, token_ids: Tensor) -> StatisticsStore:
+def calibrate(
+    checkpoint: SourceCheckpoint, source_digest: str, token_ids: Tensor, budget_bytes: int = MEMORY_BUDGET_BYTES
+) -> StatisticsStore:
     """Measure every layer on windows of tokens, or find the same measurement on disk.
 
     Args:
         checkpoint: The source.
         source_digest: Digest of its weights and configuration; part of the key.
         token_ids: (N, T) int64.
+        budget_bytes: Most bytes of hidden states to hold in memory.
 
     Raises:
+        EnvironmentFault: If the disk has no room for hidden states past the budget.
         CheckFailed: If a layer of the source does not compute what its weights say (see `check_reading`).
     """
     digest = sha256_json(
@@ -102,16 +110,23 @@ def calibrate(checkpoint: SourceCheckpoint, source_digest: str, token_ids: Tenso
     )
     folder = cache_root() / "statistics" / digest.removeprefix("sha256:")
     if all((folder / _layer_file(layer)).is_file() for layer in range(checkpoint.num_layers)):
-        return StatisticsStore(folder, digest, reused=True)
+        return StatisticsStore(folder, digest, reused=True, forward_seconds=0.0)
     shutil.rmtree(folder, ignore_errors=True)  # somebody has tidied up in it
     with fill_once(folder) as working:
-        for done in StreamedSource(checkpoint).layers(token_ids, "calibrating"):
+        streamed = StreamedSource(checkpoint, budget_bytes)
+        for done in streamed.layers(token_ids, "calibrating"):
             save_file(_pack(_measure(checkpoint, done)), working / _layer_file(done.layer))
-    return StatisticsStore(folder, digest, reused=False)
+    return StatisticsStore(folder, digest, reused=False, forward_seconds=streamed.forward_seconds)
 
 
 def _measure(checkpoint: SourceCheckpoint, done: LayerPass) -> LayerStatistics:
-    weights = checkpoint.layer_weights(done.layer)
-    # One window is enough to see that the family's row describes this checkpoint.
-    check_reading(weights, checkpoint.rope.frequencies, done, windows=1)
-    return measure_layer(weights, done.attention_input, checkpoint.rope.frequencies)
+    weights, frequencies = checkpoint.layer_weights(done.layer), checkpoint.rope.frequencies
+
+    def inputs() -> Iterator[Tensor]:
+        for batch in done.batches:
+            if batch.windows.start == 0:
+                # One window is enough to see that the family's row describes this checkpoint.
+                check_reading(weights, frequencies, batch, windows=1)
+            yield from batch.attention_input
+
+    return measure_layer(weights, inputs(), frequencies)

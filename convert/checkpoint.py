@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from mla_convert.convert.families import Family, TensorRow, find_family, refuse_features, tensor_exists
 from mla_convert.convert.source_location import SourceLocation, locate_source
 from mla_convert.convert.source_rope import SourceRope, read_rope
-from mla_convert.convert.tensor_files import TensorFiles, open_tensor_files
+from mla_convert.convert.tensor_files import TensorFiles, all_finite, open_tensor_files
 from mla_convert.convert.weights import AttentionShape, LayerWeights
 from mla_convert.errors import InputRefused
 
@@ -81,7 +81,7 @@ class SourceCheckpoint:
             InputRefused: If it holds NaN or infinity.
         """
         value = self.files.read(name)
-        if not bool(torch.isfinite(value).all()):
+        if not all_finite(value):
             raise InputRefused("a weight that is not finite", expected="finite values", found="NaN or inf", where=name)
         return value
 

@@ -1,7 +1,7 @@
 """Writing a checkpoint folder so that it either is finished or is not there.
 
 Everything goes to a hidden sibling of the target; a rename is the last step. A crash leaves the sibling, never a
-folder that looks finished.
+folder that looks finished. Tensors go to disk as they come.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
+from mla_convert.convert.tensor_files import SAFETENSORS_DTYPES
 from mla_convert.errors import EnvironmentFault, UsageFault
 
 SHARD_BYTES = 4 * 1024**3
+# Room in front of a shard's tensors for the header, which is known last; the rest of it is spaces. Tensors then start
+# on a page of memory. It holds some 500 entries.
+HEADER_ROOM = 64 * 1024
+_LENGTH_BYTES = 8
+_DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 INCOMPLETE, REPLACED = ".incomplete-", ".replaced-"
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -145,7 +151,7 @@ def _flush(path: Path) -> None:
 
 
 class ShardWriter:
-    """Writes tensors into safetensors shards as they come, holding at most one shard in memory.
+    """Writes tensors into safetensors shards as they come, holding none of them.
 
     Args:
         folder: Where shards go.
@@ -155,8 +161,9 @@ class ShardWriter:
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._folder = folder
         self._limit = shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
+        self._header: dict[str, Any] = {}
+        self._header_bytes = 0
+        self._offset = 0
         self._shards: list[dict[str, int]] = []
         self._dtypes: set[str] = set()
 
@@ -166,16 +173,25 @@ class ShardWriter:
         return tuple(sorted(self._dtypes))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor under a name not used before."""
-        if name in self._pending or any(name in shard for shard in self._shards):
+        """Write one tensor under a name not used before."""
+        if name in self._header or any(name in shard for shard in self._shards):
             raise ValueError(f"{name} is written twice")
         self._dtypes.add(str(tensor.dtype).removeprefix("torch."))
         size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self._limit:
+        room = len(json.dumps({name: _entry(tensor, SHARD_BYTES)}))
+        full = self._offset + size > self._limit or self._header_bytes + room > HEADER_ROOM - _LENGTH_BYTES
+        # Readers map tensors where they lie, so each starts at a multiple of its item's size; gaps are not allowed.
+        if self._header and (full or self._offset % tensor.element_size()):
             self._close_shard()
-        # A copy of its own: safetensors refuses tensors that share storage.
-        self._pending[name] = tensor.detach().contiguous().clone()
-        self._pending_bytes += size
+        path = self._folder / _part(len(self._shards))
+        if not self._header:
+            path.write_bytes(b" " * HEADER_ROOM)
+            self._header_bytes = len(json.dumps(_METADATA))
+        with path.open("ab") as file:
+            file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        self._header[name] = _entry(tensor, self._offset)
+        self._header_bytes += room
+        self._offset += size
 
     def finish(self) -> None:
         """Close the last shard, give the shards their names and write the index."""
@@ -193,13 +209,23 @@ class ShardWriter:
         write_json(self._folder / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
     def _close_shard(self) -> None:
-        if not self._pending:
+        if not self._header:
             return
-        path = self._folder / _part(len(self._shards))
-        save_file(self._pending, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # safetensors writes for the owner alone; a server may run as somebody else
-        self._shards.append({name: value.numel() * value.element_size() for name, value in self._pending.items()})
-        self._pending, self._pending_bytes = {}, 0
+        text = json.dumps({**_METADATA, **self._header}, separators=(",", ":")).encode()
+        with (self._folder / _part(len(self._shards))).open("r+b") as file:
+            file.write((HEADER_ROOM - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little") + text)
+        spans = {name: entry["data_offsets"] for name, entry in self._header.items()}
+        self._shards.append({name: end - start for name, (start, end) in spans.items()})
+        self._header, self._offset = {}, 0
+
+
+_METADATA = {"__metadata__": {"format": "pt"}}
+
+
+def _entry(tensor: Tensor, start: int) -> dict[str, Any]:
+    """Header entry of a tensor whose data begins at `start`."""
+    end = start + tensor.numel() * tensor.element_size()
+    return {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
 
 
 def _part(number: int) -> str:

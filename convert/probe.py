@@ -29,15 +29,15 @@ def probe_ids(vocab_size: int, seed: int) -> Tensor:
 
 
 def block_weights(source: SourceCheckpoint, layer: int) -> BlockWeights:
-    """Norms and MLP of a source layer in float64."""
+    """Norms and MLP of a source layer as stored."""
     prefix = f"model.layers.{layer}."
     activation: Callable[[Tensor], Tensor] = ACT2FN[source.config.hidden_act]
     return BlockWeights(
-        input_norm=source.tensor(prefix + "input_layernorm.weight").double(),
-        post_attention_norm=source.tensor(prefix + "post_attention_layernorm.weight").double(),
-        gate=source.tensor(prefix + "mlp.gate_proj.weight").double(),
-        up=source.tensor(prefix + "mlp.up_proj.weight").double(),
-        down=source.tensor(prefix + "mlp.down_proj.weight").double(),
+        input_norm=source.tensor(prefix + "input_layernorm.weight"),
+        post_attention_norm=source.tensor(prefix + "post_attention_layernorm.weight"),
+        gate=source.tensor(prefix + "mlp.gate_proj.weight"),
+        up=source.tensor(prefix + "mlp.up_proj.weight"),
+        down=source.tensor(prefix + "mlp.down_proj.weight"),
         norm_eps=float(source.config.rms_norm_eps),
         activation=activation,
     )
@@ -72,10 +72,10 @@ class ReferenceProbe:
         save_file(_stages(before, trace, self.hidden), self.folder / f"layer_{layer:04d}.safetensors")
 
     def logits(self, streamed: StreamedSource) -> Tensor:
-        """(B, T, V) float64 from the reference's last hidden state."""
+        """(B, T, V) float32, computed in float64 from the reference's last hidden state."""
         weight = self.source.tensor("model.norm.weight").double()
         normed = rms_norm(self.hidden, weight, float(self.source.config.rms_norm_eps))
-        return normed @ streamed.head().double().T
+        return torch.cat([(normed @ rows.double().T).float() for rows in streamed.head()], dim=-1)
 
 
 def _stages(before: Tensor, trace: AttentionTrace, after: Tensor) -> dict[str, Tensor]:

@@ -14,15 +14,25 @@ from torch import Tensor
 
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.reload_child import ProbeSettings, ReloadReport
+from mla_convert.convert.states import MEMORY_BUDGET_BYTES
 from mla_convert.errors import CheckFailed
 from mla_convert.manifests.models import ReloadCheck
 from mla_convert.tolerances import RELOAD_LAYER, RELOAD_RELATIVE
 
 
 def check_reload(
-    folder: Path, probe: Path, plan: ConversionPlan, softmax_scale: float, ids: Tensor, logits: Tensor
+    folder: Path,
+    probe: Path,
+    plan: ConversionPlan,
+    softmax_scale: float,
+    ids: Tensor,
+    logits: Tensor,
+    whole_model_bytes: int = MEMORY_BUDGET_BYTES,
 ) -> ReloadCheck:
     """Load `folder` with stock transformers in a fresh process and compare it on the probe batch.
+
+    It is loaded layer by layer, after its names and shapes were found to be those of its class; and whole, as a user
+    loads it, where it is small enough.
 
     Args:
         folder: The written checkpoint, not yet in its final place.
@@ -31,12 +41,13 @@ def check_reload(
         softmax_scale: The source's.
         ids: (B, T) probe tokens.
         logits: (B, T, V) the source's for a lossless plan, else the float64 reference's.
+        whole_model_bytes: Largest model, in float32, that is loaded whole.
 
     Raises:
         CheckFailed: If anything differs beyond the table of tolerances, naming the first layer and tensor.
     """
     tolerance, layer_tolerance = RELOAD_RELATIVE[plan.attention_dtype], RELOAD_LAYER[plan.attention_dtype]
-    settings = ProbeSettings(plan.residual_scale, softmax_scale, layer_tolerance)
+    settings = ProbeSettings(plan.residual_scale, softmax_scale, layer_tolerance, whole_model_bytes)
     (probe / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
     save_file({"ids": ids.contiguous(), "logits": logits.float().contiguous()}, probe / "expected.safetensors")
     report = _run_child(folder, probe)
@@ -61,6 +72,7 @@ def check_reload(
         passed=True,
         worst_layer=worst,
         layer_errors=report.layer_errors,
+        whole_model=report.whole_model,
     )
 
 

@@ -1,13 +1,16 @@
 """Loads a written checkpoint with stock transformers, in a process of its own, and compares it with the probe.
 
 Run as `python -m mla_convert.convert.reload_child FOLDER PROBE_FOLDER`; prints one JSON object. It knows the stock
-layout from transformers' `DeepseekV3Attention` and shares no code with the writer.
+layout from transformers' `DeepseekV3Attention` and shares no code with the writer. One layer is in memory at a time; a
+model that fits the budget is then loaded and run whole as well, as a user would.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import DeepseekV3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mla_convert.convert.tensor_files import TensorFiles, open_tensor_files, row_blocks
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+ROTARY = "model.rotary_emb."
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -26,11 +35,13 @@ class ProbeSettings:
         residual_scale: Factor on the residual stream of the written model.
         softmax_scale: The source's softmax scale, which the reference's queries are in.
         layer_tolerance: Relative error allowed in one layer.
+        whole_model_bytes: Largest model, in float32, that is loaded whole as well.
     """
 
     residual_scale: float
     softmax_scale: float
     layer_tolerance: float
+    whole_model_bytes: int
 
 
 @dataclass(frozen=True)
@@ -39,10 +50,11 @@ class ReloadReport:
 
     Attributes:
         loading_problems: Missing, unexpected or mismatched tensors.
-        max_abs_error: Largest |Δlogit|.
+        max_abs_error: Largest |Δlogit|, of both ways to load.
         max_abs_logit: Largest |logit| expected.
         layer_errors: Relative error of each layer's output, each fed the expected input.
         first_difference: The first layer and tensor beyond the tolerance, None if there is none.
+        whole_model: Whether `from_pretrained` loaded the whole model too.
     """
 
     loading_problems: tuple[str, ...]
@@ -50,6 +62,7 @@ class ReloadReport:
     max_abs_logit: float
     layer_errors: tuple[float, ...]
     first_difference: str | None
+    whole_model: bool
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -64,22 +77,125 @@ def compare(folder: Path, probe: Path) -> ReloadReport:
     Args:
         folder: A written checkpoint.
         probe: Folder with `settings.json`, `expected.safetensors` (`ids`, `logits`) and one file per layer.
+
+    Raises:
+        InputRefused: For weight files that cannot be read.
     """
     settings = ProbeSettings(**json.loads((probe / "settings.json").read_text(encoding="utf-8")))
-    model, problems = _load(folder)
+    written = _Written.open(folder)
+    problems = written.problems()
     if problems:
-        return ReloadReport(problems, float("inf"), 0.0, (), problems[0])
+        return _unloadable(problems)
     expected = load_file(probe / "expected.safetensors")
+    logits: Tensor = expected["logits"]
     with torch.inference_mode():
-        logits = model(input_ids=expected["ids"], use_cache=False).logits
-        errors, first = _compare_layers(model, probe, expected["ids"], settings)
-    difference = float((logits.double() - expected["logits"].double()).abs().max())
-    return ReloadReport((), difference, float(expected["logits"].abs().max()), errors, first)
+        hidden, errors, first = _compare_layers(written, probe, expected["ids"], settings)
+        differences = [written.logit_difference(hidden, logits)]
+    whole = written.float32_bytes <= settings.whole_model_bytes
+    if whole:
+        model, problems = _load_whole(folder)
+        if problems:
+            return _unloadable(problems)
+        with torch.inference_mode():
+            differences.append((model(input_ids=expected["ids"], use_cache=False).logits - logits).abs().max())
+    # Unlike Python's max, this one lets NaN through.
+    largest = float(torch.stack([difference.double() for difference in differences]).max())
+    return ReloadReport((), largest, float(logits.abs().max()), errors, first, whole)
 
 
-def _load(folder: Path) -> tuple[Any, tuple[str, ...]]:
-    loaded: Any = DeepseekV3ForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+def _unloadable(problems: tuple[str, ...]) -> ReloadReport:
+    return ReloadReport(problems, float("inf"), 0.0, (), problems[0], whole_model=False)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A written checkpoint: the class that its configuration names, without weights, and its files.
+
+    Attributes:
+        config: Its configuration.
+        model: On the meta device.
+        files: Its tensors, read one at a time.
+    """
+
+    config: Any
+    model: Any
+    files: TensorFiles
+
+    @classmethod
+    def open(cls, folder: Path) -> _Written:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return cls(config, model.eval(), open_tensor_files(folder))
+
+    @property
+    def float32_bytes(self) -> int:
+        """Size of the model in float32."""
+        return FLOAT32_BYTES * int(sum(value.numel() for value in self.model.parameters()))
+
+    def problems(self) -> tuple[str, ...]:
+        """Every tensor that the class has and the files lack, the other way round, or in another shape.
+
+        `from_pretrained` is laxer: it skips names that a class declares harmless (`model.layers.61.*` here).
+        """
+        state = self.model.state_dict()
+        tied = self.model.all_tied_weights_keys
+        wanted = {name: tuple(value.shape) for name, value in state.items() if name not in tied}
+        found = {name: info.shape for name, info in self.files.infos.items()}
+        buffers = {name for name, _ in self.model.named_buffers() if not name.startswith(ROTARY)}
+        return (
+            *(f"missing keys: {name}" for name in sorted(wanted.keys() - found.keys())),
+            *(f"unexpected keys: {name}" for name in sorted(found.keys() - wanted.keys())),
+            *(
+                f"mismatched keys: {name}"
+                for name in sorted(wanted.keys() & found.keys())
+                if wanted[name] != found[name]
+            ),
+            # Nothing in the files would say what they hold.
+            *(f"unknown buffers: {name}" for name in sorted(buffers - state.keys())),
+        )
+
+    def read(self, name: str) -> Tensor:
+        """One tensor in float32."""
+        return self.files.read(name).float()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(B, T) -> (B, T, D) float32."""
+        return nn.functional.embedding(ids, self.files.read(EMBEDDING)).float()
+
+    def rotary(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines; the skeleton's own frequencies are on the meta device."""
+        made: tuple[Tensor, Tensor] = type(self.model.model.rotary_emb)(self.config)(hidden, position_ids=positions)
+        return made
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[Any]:
+        """One decoder layer with its weights, which go when the block ends."""
+        layer = self.model.model.layers[index]
+        prefix = f"model.layers.{index}."
+        layer.load_state_dict({name: self.read(prefix + name) for name in layer.state_dict()}, strict=True, assign=True)
+        try:
+            yield layer
+        finally:
+            layer.to("meta")
+
+    def logit_difference(self, hidden: Tensor, expected: Tensor) -> Tensor:
+        """Largest |Δlogit| of the last layer's output (B, T, D) against (B, T, V), some rows of the head at a time."""
+        norm = self.model.model.norm
+        norm.load_state_dict({"weight": self.read(NORM)}, strict=True, assign=True)
+        normed = norm(hidden)
+        head = self.files.read(self.model.all_tied_weights_keys.get(HEAD, HEAD))
+        differences, start = [], 0
+        for rows in row_blocks(head):
+            logits = normed @ rows.float().T
+            differences.append((logits - expected[..., start : start + len(rows)]).abs().max())
+            start += len(rows)
+        return torch.stack(differences).max()
+
+
+def _load_whole(folder: Path) -> tuple[Any, tuple[str, ...]]:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
     model, info = loaded
     problems = [f"{kind.replace('_', ' ')}: {name}" for kind in info for name in sorted(map(str, info[kind]))]
@@ -87,25 +203,29 @@ def _load(folder: Path) -> tuple[Any, tuple[str, ...]]:
 
 
 def _compare_layers(
-    model: Any, probe: Path, ids: Tensor, settings: ProbeSettings
-) -> tuple[tuple[float, ...], str | None]:
-    """Each layer fed the reference's input, so that a fault is seen where it is and not further down."""
+    written: _Written, probe: Path, ids: Tensor, settings: ProbeSettings
+) -> tuple[Tensor, tuple[float, ...], str | None]:
+    """The model's last hidden state, and each layer's error when it is fed the reference's input.
+
+    So a fault is seen where it is and not further down.
+    """
     positions = torch.arange(ids.shape[1])[None]
     first: str | None = None
-    embedded = model.model.embed_tokens(ids)
-    rope = model.model.rotary_emb(embedded, position_ids=positions)
+    hidden = embedded = written.embed(ids)
+    rope = written.rotary(embedded, positions)
     errors = []
-    for index, layer in enumerate(model.model.layers):
+    for index in range(written.config.num_hidden_layers):
         stages = load_file(probe / f"layer_{index:04d}.safetensors")
         scaled = stages["input"] * settings.residual_scale
         if index == 0 and relative(embedded, scaled) > settings.layer_tolerance:
-            first = "model.embed_tokens.weight"
-        seen = _run_with_stages(layer, scaled, positions, rope)
+            first = EMBEDDING
+        with written.layer(index) as layer:
+            seen = _run_with_stages(layer, scaled, positions, rope)
+            hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rope)
+            name = None if first is not None else _first_bad_stage(layer, seen, stages, settings)
         errors.append(relative(seen["hidden"] - scaled, (stages["hidden"] - stages["input"]) * settings.residual_scale))
-        if first is None:
-            name = _first_bad_stage(layer, seen, stages, settings)
-            first = None if name is None else f"model.layers.{index}.{name}"
-    return tuple(errors), first
+        first = first if name is None else f"model.layers.{index}.{name}"
+    return hidden, tuple(errors), first
 
 
 def _run_with_stages(layer: Any, hidden: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from mla_convert.convert.checkpoint_writer import (
 from mla_convert.convert.factorize import damping_for
 from mla_convert.convert.layer import LayerPlan, convert_layer
 from mla_convert.convert.options import ConvertOptions
+from mla_convert.convert.phases import PhaseSeconds
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.planning import make_plan
 from mla_convert.convert.probe import ReferenceProbe
@@ -43,6 +45,7 @@ from mla_convert.convert.selection import Selection, select
 from mla_convert.convert.sidecars import copy_sidecars
 from mla_convert.convert.source_model import StreamedSource
 from mla_convert.convert.source_reading import check_reading
+from mla_convert.convert.states import MEMORY_BUDGET_BYTES
 from mla_convert.convert.statistics import LayerStatistics
 from mla_convert.convert.stock_layout import stock_config
 from mla_convert.convert.target import TargetWriter
@@ -66,11 +69,13 @@ class Conversion:
         folder: The written checkpoint.
         plan: What was done.
         manifest: The evidence.
+        seconds: Time by phase.
     """
 
     folder: Path
     plan: ConversionPlan
     manifest: ConversionManifest
+    seconds: PhaseSeconds
 
 
 def convert(
@@ -80,6 +85,7 @@ def convert(
     *,
     overwrite: bool = False,
     command: Sequence[str] | None = None,
+    memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
 ) -> Conversion:
     """Convert a checkpoint.
 
@@ -89,6 +95,8 @@ def convert(
         options: What is wanted.
         overwrite: Replace an existing checkpoint folder.
         command: Command line for the record; the process's own by default.
+        memory_budget_bytes: Most bytes of hidden states to hold in memory, and the largest model that is loaded whole
+            to check it; states past it go to disk, models past it are checked layer by layer. Changes no result.
 
     Raises:
         UsageFault: For options that do not fit, or an existing `out`.
@@ -106,13 +114,20 @@ def convert(
     check_disk(out, checkpoint, plan)
     check_writable(out)
     digests = digest_of_source(checkpoint)
-    evidence = _calibrate(checkpoint, digests, plan)
+    started = time.perf_counter()
+    evidence = _calibrate(checkpoint, digests, plan, memory_budget_bytes)
+    calibrated = time.perf_counter()
     with FolderTransaction(out, overwrite=overwrite) as transaction, tempfile.TemporaryDirectory() as scratch:
-        work = _Work(checkpoint, plan, evidence, transaction.working, Path(scratch))
-        manifest = work.finish(work.write(), digests, environment, _warnings(checkpoint, plan, evidence))
+        work = _Work(checkpoint, plan, evidence, transaction.working, Path(scratch), memory_budget_bytes)
+        written = work.write()
+        converted = time.perf_counter()
+        manifest = work.finish(written, digests, environment, _warnings(checkpoint, plan, evidence))
         manifest.write(transaction.working)
         transaction.commit()
-    return Conversion(out, plan, manifest)
+    forward = 0.0 if evidence is None else evidence.store.forward_seconds
+    checked = time.perf_counter() - converted
+    seconds = PhaseSeconds(forward, calibrated - started - forward, converted - calibrated, checked)
+    return Conversion(out, plan, manifest, seconds)
 
 
 def refuse_inside(out: Path, source: Path) -> None:
@@ -161,7 +176,9 @@ def check_disk(out: Path, source: SourceCheckpoint, plan: ConversionPlan) -> Non
         )
 
 
-def _calibrate(source: SourceCheckpoint, digests: SourceDigests, plan: ConversionPlan) -> CalibrationEvidence | None:
+def _calibrate(
+    source: SourceCheckpoint, digests: SourceDigests, plan: ConversionPlan, memory_budget_bytes: int
+) -> CalibrationEvidence | None:
     spec = plan.calibration
     if spec is None:
         return None
@@ -180,7 +197,7 @@ def _calibrate(source: SourceCheckpoint, digests: SourceDigests, plan: Conversio
     # The configuration decides activations as much as the weights do.
     key = sha256_json([digests.checkpoint, digests.config])
     damping = damping_for(windows.tokens, source.shape.hidden_size)
-    return CalibrationEvidence(corpora, windows, calibrate(source, key, windows.ids), damping)
+    return CalibrationEvidence(corpora, windows, calibrate(source, key, windows.ids, memory_budget_bytes), damping)
 
 
 def _warnings(source: SourceCheckpoint, plan: ConversionPlan, evidence: CalibrationEvidence | None) -> list[str]:
@@ -225,6 +242,7 @@ class _Work:
     evidence: CalibrationEvidence | None
     folder: Path
     scratch: Path
+    memory_budget_bytes: int
 
     def write(self) -> _Written:
         """Convert and write every layer."""
@@ -236,14 +254,15 @@ class _Work:
         writer.write_embedding()
         layers, scale, hidden = [], 1.0, torch.empty(0)
         for done in streamed.layers(probe.ids, "converting"):
+            (batch,) = done.batches
             weights = self.source.layer_weights(done.layer)
-            check_reading(weights, self.source.rope.frequencies, done, windows=1)
+            check_reading(weights, self.source.rope.frequencies, batch, windows=1)
             statistics = None if store is None else store.load(done.layer)
             converted, record = self.convert_one(weights, statistics, selection)
             writer.write_layer(done.layer, converted)
             probe.advance(done.layer, converted)
             layers.append(record)
-            scale, hidden = weights.softmax_scale, done.hidden
+            scale, hidden = weights.softmax_scale, batch.hidden
         writer.write_head()
         config = stock_config(self.plan, self.source, selection.pairs)
         write_json(self.folder / "config.json", config)
@@ -256,7 +275,13 @@ class _Work:
         """Copy what stays as it is, hold the files against the probe, and sum up."""
         sidecars = copy_sidecars(self.source.location.folder, self.folder)
         reload_check = check_reload(
-            self.folder, self.scratch, self.plan, written.softmax_scale, written.probe_ids, written.expected_logits
+            self.folder,
+            self.scratch,
+            self.plan,
+            written.softmax_scale,
+            written.probe_ids,
+            written.expected_logits,
+            self.memory_budget_bytes,
         )
         return build_manifest(
             source=self.source,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,27 +12,47 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from mla_convert.cache_dir import cache_root
 from mla_convert.convert.checkpoint import EMBEDDING, TIED_HEAD, SourceCheckpoint
+from mla_convert.convert.states import MEMORY_BUDGET_BYTES, StateStore
+from mla_convert.convert.tensor_files import row_blocks
 from mla_convert.progress import track
 
-BATCH = 4
+# Windows that go through a layer at once, fewer where they are long: what an MLP makes of them is the largest
+# activation there is.
+BATCH, BATCH_TOKENS = 4, 2048
+
+
+@dataclass(frozen=True)
+class BatchPass:
+    """One layer's forward over some windows, float32.
+
+    Attributes:
+        layer: Index.
+        windows: Which.
+        attention_input: (B, T, D), after the layer's input norm.
+        attention_output: (B, T, D), before the residual is added.
+        hidden: (B, T, D), the layer's output.
+    """
+
+    layer: int
+    windows: slice
+    attention_input: Tensor
+    attention_output: Tensor
+    hidden: Tensor
 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """One layer's forward over all sequences, float32.
+    """One layer about to run.
 
     Attributes:
         layer: Index.
-        attention_input: (N, T, D), after the layer's input norm.
-        attention_output: (N, T, D), before the residual is added.
-        hidden: (N, T, D), the layer's output.
+        batches: Runs the layer as it is read, once; what is left unread is run before the next layer.
     """
 
     layer: int
-    attention_input: Tensor
-    attention_output: Tensor
-    hidden: Tensor
+    batches: Iterator[BatchPass]
 
 
 class StreamedSource:
@@ -38,10 +60,16 @@ class StreamedSource:
 
     Args:
         checkpoint: An opened source.
+        budget_bytes: Most bytes of hidden states to hold in memory; past it they go to a file in the cache folder.
+
+    Attributes:
+        forward_seconds: Time spent in embedding and layers so far.
     """
 
-    def __init__(self, checkpoint: SourceCheckpoint) -> None:
+    def __init__(self, checkpoint: SourceCheckpoint, budget_bytes: int = MEMORY_BUDGET_BYTES) -> None:
         self._checkpoint = checkpoint
+        self._budget = budget_bytes
+        self.forward_seconds = 0.0
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(checkpoint.config, attn_implementation="sdpa")
         self._model = skeleton.eval().model
@@ -54,39 +82,55 @@ class StreamedSource:
         return nn.functional.embedding(token_ids, table).float()
 
     def layers(self, token_ids: Tensor, label: str) -> Iterator[LayerPass]:
-        """Run the decoder over `token_ids` (N, T), yielding each layer as it is done."""
-        hidden = self.embed(token_ids)
-        positions = torch.arange(token_ids.shape[1])[None]
-        rope = self._rotary(hidden, positions)
-        for index in track(range(self._checkpoint.num_layers), label):
-            done = self._run_layer(index, hidden, positions, rope)
-            hidden = done.hidden
-            yield done
+        """Run the decoder over `token_ids` (N, T), yielding each layer with its batches still to be run."""
+        count, length = token_ids.shape
+        width = int(self._checkpoint.config.hidden_size)
+        positions = torch.arange(length)[None]
+        with StateStore(count, length, width, self._budget, cache_root()) as states:
+            self._embed_into(states, token_ids)
+            rope = self._rotary(states.read(slice(0, 1)), positions)
+            for index in track(range(self._checkpoint.num_layers), label):
+                with closing(self._run_layer(index, states, positions, rope)) as batches:
+                    yield LayerPass(index, batches)
+                    for _ in batches:
+                        pass
+
+    def _embed_into(self, states: StateStore, token_ids: Tensor) -> None:
+        started = time.perf_counter()
+        table = self._checkpoint.tensor(EMBEDDING)
+        for windows in batches_of(states):
+            states.write(windows, nn.functional.embedding(token_ids[windows], table))
+        self.forward_seconds += time.perf_counter() - started
 
     @torch.inference_mode()
-    def _run_layer(self, index: int, hidden: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor]) -> LayerPass:
+    def _run_layer(
+        self, index: int, states: StateStore, positions: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> Generator[BatchPass, None, None]:
+        started = time.perf_counter()
         layer: nn.Module = self._model.layers[index]
         prefix = f"model.layers.{index}."
         state = {name: self._checkpoint.tensor(prefix + name).float() for name in layer.state_dict()}
         layer.load_state_dict(state, strict=True, assign=True)
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
+        del state
+        seen: list[Tensor] = []
 
         def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-            inputs.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-            outputs.append(result[0])
+            seen[:] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], result[0]
 
         attention: nn.Module = layer.self_attn  # type: ignore[assignment]
         hook = attention.register_forward_hook(record, with_kwargs=True)
         try:
-            done = [
-                layer(batch, attention_mask=None, position_ids=positions, position_embeddings=rope)
-                for batch in hidden.split(BATCH)
-            ]
+            for windows in batches_of(states):
+                hidden = layer(
+                    states.read(windows), attention_mask=None, position_ids=positions, position_embeddings=rope
+                )
+                states.write(windows, hidden)
+                self.forward_seconds += time.perf_counter() - started
+                yield BatchPass(index, windows, seen[0], seen[1], hidden)
+                started = time.perf_counter()
         finally:
             hook.remove()
             layer.to("meta")
-        return LayerPass(index, torch.cat(inputs), torch.cat(outputs), torch.cat(done))
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -95,10 +139,21 @@ class StreamedSource:
         norm.load_state_dict({"weight": self._checkpoint.tensor("model.norm.weight").float()}, strict=True, assign=True)
         return norm(hidden)  # type: ignore[no-any-return]
 
-    def head(self) -> Tensor:
-        """(V, D) float32 output head."""
-        return self._checkpoint.tensor(EMBEDDING if self._checkpoint.tied else TIED_HEAD).float()
+    def head(self) -> Iterator[Tensor]:
+        """The (V, D) output head in float32, some rows at a time."""
+        stored = self._checkpoint.tensor(EMBEDDING if self._checkpoint.tied else TIED_HEAD)
+        for rows in row_blocks(stored):
+            yield rows.float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, T, D) output of the last layer -> (N, T, V) float32."""
-        return self.final_norm(hidden) @ self.head().T
+        normed = self.final_norm(hidden)
+        return torch.cat([normed @ rows.T for rows in self.head()], dim=-1)
+
+
+def batches_of(states: StateStore) -> Iterator[slice]:
+    """The windows of one forward after the other."""
+    count, length, _ = states.shape
+    size = max(1, min(BATCH, BATCH_TOKENS // length))
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_convert.convert.source_model import LayerPass
+from mla_convert.convert.source_model import BatchPass
 from mla_convert.convert.statistics import attention_probabilities, project
 from mla_convert.convert.weights import LayerWeights
 from mla_convert.errors import CheckFailed
@@ -27,13 +27,13 @@ def source_attention(weights: LayerWeights, inputs: Tensor, frequencies: Tensor)
     return out
 
 
-def check_reading(weights: LayerWeights, frequencies: Tensor, done: LayerPass, windows: int) -> None:
+def check_reading(weights: LayerWeights, frequencies: Tensor, done: BatchPass, windows: int) -> None:
     """Compare our float64 reading of a layer with what its own class computed.
 
     Args:
         weights: Our reading.
         frequencies: (P,).
-        done: The layer's own forward.
+        done: The layer's own forward over the windows.
         windows: How many sequences to compare.
 
     Raises:

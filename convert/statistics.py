@@ -8,6 +8,7 @@ score `(t, j)` and by `p_tj` per unit of value `j`; so `u_tj = p_tj² ‖W_O(v_j
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -195,25 +196,27 @@ def _window_sums(weights: LayerWeights, inputs: Tensor, frequencies: Tensor) -> 
     )
 
 
-def measure_layer(weights: LayerWeights, windows: Tensor, frequencies: Tensor) -> LayerStatistics:
+def measure_layer(weights: LayerWeights, windows: Iterable[Tensor], frequencies: Tensor) -> LayerStatistics:
     """Measure one layer on windows of its attention inputs.
 
     Args:
         weights: The source layer, float64.
-        windows: (N, T, D) inputs of the attention (after the layer's norm), any float dtype.
+        windows: N inputs (T, D) of the attention (after the layer's norm), any float dtype; each is read once.
         frequencies: (P,) radians per position.
 
     Returns:
         Means over the `N·T` tokens.
     """
     total: list[Tensor] | None = None
+    tokens = 0
     for window in windows:
         sums = _window_sums(weights, window.double(), frequencies)
         parts = [getattr(sums, field.name) for field in fields(_WindowSums)]
-        total = parts if total is None else [a + b for a, b in zip(total, parts, strict=True)]
+        total = parts if total is None else [a.add_(b) for a, b in zip(total, parts, strict=True)]
+        tokens += window.shape[0]
     if total is None:
         raise ValueError("measure_layer needs at least one window")
-    return _means(_WindowSums(*total), windows.shape[0] * windows.shape[1])
+    return _means(_WindowSums(*total), tokens)
 
 
 def _means(sums: _WindowSums, tokens: int) -> LayerStatistics:

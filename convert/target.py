@@ -12,6 +12,7 @@ from mla_convert.convert.checkpoint_writer import ShardWriter
 from mla_convert.convert.latent_norm import NeutralNorm
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.stock_layout import stock_layer
+from mla_convert.convert.tensor_files import all_finite, row_blocks
 from mla_convert.errors import InputRefused
 from mla_convert.mla.weights import MLALayerWeights
 
@@ -77,8 +78,12 @@ class TargetWriter:
         dtype = self._dtype(value)
         if scale != 1.0:
             self.rerounded.append(name)
-            value = value.double() * scale
-        self.shards.add(name, cast(value, dtype, name))
+            scaled = torch.empty(value.shape, dtype=dtype)
+            for target, rows in zip(row_blocks(scaled), row_blocks(value), strict=True):
+                target.copy_(cast(rows.double() * scale, dtype, name))
+            self.shards.add(name, scaled)
+        else:
+            self.shards.add(name, cast(value, dtype, name))
 
 
 def cast(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -88,7 +93,7 @@ def cast(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         InputRefused: If a value overflows there.
     """
     rounded = value.to(dtype)
-    if not bool(torch.isfinite(rounded).all()):
+    if not all_finite(rounded):
         raise InputRefused(
             f"a value does not fit {str(dtype).removeprefix('torch.')}",
             expected=f"at most {torch.finfo(dtype).max:g}",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_convert.errors import InputRefused
 
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -27,6 +27,21 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+# What is made float64 of a matrix at once, in bytes.
+BLOCK_BYTES = 8 * 1024**2
+
+
+def row_blocks(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Views of the rows of a tensor, as many at a time as take `BLOCK_BYTES` in float64."""
+    per_row = 8 * max(1, matrix[0].numel())
+    return matrix.split(max(1, BLOCK_BYTES // per_row))
+
+
+def all_finite(value: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity: one pass and no copy, since both reach the extremes."""
+    return value.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(value))).all())
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ class TensorFiles:
         return self.infos[name]
 
     def read(self, name: str) -> Tensor:
-        """One tensor as stored."""
+        """One tensor as stored; pages of the file, which the system can drop, until something is computed of it."""
         if name in self._pickled:
             return self._pickled[name]
         with safe_open(self.folder / self.infos[name].file, framework="pt") as handle:
@@ -126,7 +141,7 @@ def _read_safetensors(folder: Path, files: list[str]) -> TensorFiles:
             with safe_open(folder / file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 - a handle is not a mapping
                     part = handle.get_slice(name)
-                    dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
+                    dtype = SAFETENSORS_DTYPES.get(part.get_dtype(), torch.uint8)
                     _add(infos, name, TensorInfo(tuple(part.get_shape()), dtype, file))
         except OSError as error:
             raise InputRefused(f"a weight file that cannot be read: {error}", where=str(folder / file)) from error

@@ -112,6 +112,7 @@ class ReloadCheck(Record):
     passed: bool
     worst_layer: int | None
     layer_errors: tuple[float, ...]
+    whole_model: bool
 
 
 class Sidecar(Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from mla_convert.cli.common import Debug, JsonFlag, Seed, run_command
 from mla_convert.cli.convert_options import (
     CALIBRATION_TOKENS,
     CALIBRATION_WINDOW,
+    MEMORY_BUDGET,
     Calibration,
     CalibrationTokens,
     CalibrationWindow,
@@ -24,6 +26,7 @@ from mla_convert.cli.convert_options import (
     KvLoraRank,
     LatentNorm,
     Lossless,
+    MemoryBudget,
     Out,
     Overwrite,
     PadCache,
@@ -104,6 +107,7 @@ def command(
     pad_cache: PadCache = None,
     revision: Revision = None,
     seed: Seed = 0,
+    memory_budget: MemoryBudget = MEMORY_BUDGET,
     dry_run: DryRunFlag = False,
     overwrite: Overwrite = False,
     config: Config = None,  # noqa: ARG001 - `read_config` has read it
@@ -135,13 +139,21 @@ def command(
             text_field=text_field,
             seed=seed,
         )
-        return _run(source, revision, out, options, overwrite=overwrite, dry_run=dry_run)
+        budget = _budget_bytes(memory_budget)
+        return _run(source, revision, out, options, overwrite=overwrite, dry_run=dry_run, budget=budget)
 
     run_command(json_output, body, debug=debug)
 
 
 def _run(
-    source: str, revision: str | None, out: Path, options: ConvertOptions, *, overwrite: bool, dry_run: bool
+    source: str,
+    revision: str | None,
+    out: Path,
+    options: ConvertOptions,
+    *,
+    overwrite: bool,
+    dry_run: bool,
+    budget: int,
 ) -> ConvertResult | DryRun:
     from mla_convert.convert.calibration_text import read_corpus
     from mla_convert.convert.checkpoint_writer import absolute, refuse_existing
@@ -164,7 +176,7 @@ def _run(
                 read_corpus(text, options.text_field)
         return DryRun(preview)
     print_preview(preview)
-    done = convert(checkpoint, out, options, overwrite=overwrite)
+    done = convert(checkpoint, out, options, overwrite=overwrite, memory_budget_bytes=budget)
     return ConvertResult(done, preview, time.perf_counter() - started)
 
 
@@ -191,6 +203,12 @@ def refuse_idle(ctx: typer.Context) -> None:
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _budget_bytes(gibibytes: float) -> int:
+    if not math.isfinite(gibibytes):
+        raise UsageFault("not an amount of memory", expected="GiB", found=str(gibibytes), where="--memory-budget")
+    return int(gibibytes * 1024**3)
 
 
 def _pad_widths(text: str | None) -> tuple[int, int] | None:

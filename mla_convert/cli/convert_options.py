@@ -70,3 +70,13 @@ PadCache = Annotated[
 ]
 DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint that is in OUT.")]
+MEMORY_BUDGET = 2.0
+MemoryBudget = Annotated[
+    float,
+    typer.Option(
+        metavar="GIB",
+        min=0.0,
+        help="Hidden states of calibration text beyond this go to disk, and a model beyond it is not loaded whole to "
+        "check it but layer by layer. Changes no result.",
+    ),
+]

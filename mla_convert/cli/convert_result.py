@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class ConvertResult:
             "calibration": None if calibration is None else calibration.model_dump(mode="json", exclude={"documents"}),
             "warnings": manifest.warnings,
             "seconds": self.seconds,
+            "phase_seconds": asdict(self.conversion.seconds),
         }
 
     def render(self, console: Console) -> None:

@@ -18,7 +18,10 @@ from mla_convert.mla.weights import MLALayerWeights
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """What surrounds attention in one decoder layer, float64: two RMSNorm weights and a gated MLP."""
+    """What surrounds attention in one decoder layer: two RMSNorm weights and a gated MLP.
+
+    In any dtype; each is made float64 where it is used, so that one matrix is a copy at a time.
+    """
 
     input_norm: Tensor  # (D,)
     post_attention_norm: Tensor  # (D,)
@@ -87,8 +90,8 @@ def mla_attention(weights: MLALayerWeights, inputs: Tensor, first_position: int 
 
 def decoder_layer(block: BlockWeights, attention: MLALayerWeights, hidden: Tensor) -> tuple[Tensor, AttentionTrace]:
     """One pre-norm decoder layer: (B, T, D) float64 -> (B, T, D), with the attention's stages."""
-    trace = mla_attention(attention, rms_norm(hidden, block.input_norm, block.norm_eps))
+    trace = mla_attention(attention, rms_norm(hidden, block.input_norm.double(), block.norm_eps))
     hidden = hidden + trace.output
-    inner = rms_norm(hidden, block.post_attention_norm, block.norm_eps)
-    gated = block.activation(inner @ block.gate.T) * (inner @ block.up.T)  # (B, T, F)
-    return hidden + gated @ block.down.T, trace
+    inner = rms_norm(hidden, block.post_attention_norm.double(), block.norm_eps)
+    gated = block.activation(inner @ block.gate.double().T) * (inner @ block.up.double().T)  # (B, T, F)
+    return hidden + gated @ block.down.double().T, trace

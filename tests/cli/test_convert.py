@@ -20,8 +20,11 @@ from mla_convert import tolerances
 from mla_convert.cli import convert as cli_convert
 from mla_convert.cli import inspect as cli_inspect
 from mla_convert.cli import verify as cli_verify
+from mla_convert.cli.convert_options import MEMORY_BUDGET
 from mla_convert.cli.main import build_app, run
+from mla_convert.convert.checkpoint_writer import HEADER_ROOM
 from mla_convert.convert.options import ConvertOptions
+from mla_convert.convert.states import MEMORY_BUDGET_BYTES
 from mla_convert.manifests.models import load
 from mla_convert.manifests.verify import verify_folder
 from tests.conftest import PicoFactory
@@ -106,7 +109,10 @@ def test_json_holds_the_plan_the_identity_and_the_evidence(lossless: Ran, pico: 
     assert found["layer_errors"]["key_map_error"]["worst"] < 1e-9
     assert found["layer_errors"]["weighted_key_error"] is None
     assert found["cache"]["target"] == {"numbers_per_token_per_layer": 32, "bytes_per_token": 512, "dtype": "float32"}
-    assert found["seconds"] > 0
+    phases = found["phase_seconds"]
+    assert phases.keys() == {"forward", "statistics", "closed_form", "reload_check"}
+    assert phases["forward"] == 0
+    assert 0 < phases["closed_form"] < phases["closed_form"] + phases["reload_check"] <= found["seconds"]
 
 
 def test_json_prints_one_object_and_the_preview_beside_it(lossless: Ran) -> None:
@@ -123,8 +129,8 @@ def test_the_preview_says_what_is_then_done(lossless: Ran, pico: PicoFactory, tm
     assert dry["plan_id"] == done["plan_id"]
     assert dry["files"] == done["files"] == sorted(path.name for path in lossless.folder.iterdir())
     written = (lossless.folder / "model.safetensors").stat().st_size
-    # What is left is the header.
-    assert dry["weight_bytes"] <= written <= dry["weight_bytes"] + 8192
+    # What is left is the header, and norms and biases.
+    assert dry["weight_bytes"] <= written <= dry["weight_bytes"] + HEADER_ROOM + 8192
 
 
 def test_a_plan_file_is_read_and_the_command_line_overrides_it(replaced: Ran) -> None:
@@ -318,7 +324,12 @@ def test_every_option_but_the_files_own_can_stand_in_a_plan_file() -> None:
     hints = set(get_type_hints(cli_convert.command)) - set(cli_convert.NOT_IN_PLAN_FILE)
 
     assert {field.name for field in fields(ConvertOptions)} <= hints
-    assert hints - {field.name for field in fields(ConvertOptions)} == {"revision", "dry_run", "overwrite"}
+    assert hints - {field.name for field in fields(ConvertOptions)} == {
+        "revision",
+        "dry_run",
+        "overwrite",
+        "memory_budget",
+    }
 
 
 def test_choices_and_defaults_are_those_of_the_conversion() -> None:
@@ -348,3 +359,13 @@ def test_the_examples_are_command_lines_that_parse(
         program, name, *arguments = shlex.split(line)
         assert program == "mla-convert"
         app.commands[name].make_context(name, arguments)
+
+
+def test_the_memory_budget_changes_no_result(lossless: Ran, pico: PicoFactory, tmp_path: Path) -> None:
+    small = run_convert(pico(), tmp_path / "out", "--lossless", "--memory-budget", "0", "--json").object
+
+    assert lossless.object["reload_check"]["whole_model"] is True
+    assert small["reload_check"]["whole_model"] is False
+    assert small["canonical_mla_id"] == lossless.object["canonical_mla_id"]
+    assert run_convert(pico(), tmp_path / "other", "--lossless", "--memory-budget", "inf", "--json").code == 2
+    assert MEMORY_BUDGET * 1024**3 == MEMORY_BUDGET_BYTES

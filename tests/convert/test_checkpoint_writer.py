@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mla_convert.convert import checkpoint_writer, reload_check, reload_child, run, target
+from mla_convert.convert import reload_check, reload_child, run, target
 from mla_convert.convert.checkpoint import open_source
-from mla_convert.convert.checkpoint_writer import FolderTransaction, ShardWriter, refuse_existing, write_json
+from mla_convert.convert.checkpoint_writer import (
+    HEADER_ROOM,
+    FolderTransaction,
+    ShardWriter,
+    refuse_existing,
+    write_json,
+)
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.run import convert, estimated_bytes
 from mla_convert.errors import CheckFailed, EnvironmentFault, InputRefused, UsageFault
 from mla_convert.manifests.digest import sha256_file
+from mla_convert.manifests.safetensors_header import read_header
 from tests.conftest import PicoFactory
 from tests.convert.conftest import ConvertedFactory
 from tests.convert.support import load_stock, logits_of, random_ids, read_json, relative_difference
@@ -74,6 +82,48 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None
     writer.finish()
 
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_a_shard_is_closed_when_its_header_is_full(tmp_path: Path) -> None:
+    writer, names_ = ShardWriter(tmp_path), [f"{'long' * 50}.{number}" for number in range(500)]
+    for number, name in enumerate(names_):
+        writer.add(name, torch.tensor([float(number)]))
+    writer.finish()
+
+    index = read_json(tmp_path / "model.safetensors.index.json")["weight_map"]
+    assert len(set(index.values())) == 3
+    for number, name in enumerate(names_):
+        assert load_file(tmp_path / index[name])[name] == number
+    for shard in set(index.values()):
+        # The whole room is the header, so that tensors start on a page.
+        assert (tmp_path / shard).read_bytes()[:8] == (HEADER_ROOM - 8).to_bytes(8, "little")
+        assert read_header(tmp_path / shard).keys() == {name for name in names_ if index[name] == shard}
+
+
+def test_every_tensor_starts_where_its_dtype_can_be_mapped(tmp_path: Path) -> None:
+    writer, half = ShardWriter(tmp_path), torch.ones(3, dtype=torch.bfloat16)
+    writer.add("half", half)
+    writer.add("again", half)
+    writer.add("full", torch.ones(3))
+    writer.add("odd", half)
+    writer.add("another", torch.ones(3))
+    writer.finish()
+
+    for shard in tmp_path.glob("*.safetensors"):
+        assert all(entry.start % {"bfloat16": 2}.get(entry.dtype, 4) == 0 for entry in read_header(shard).values())
+    index = read_json(tmp_path / "model.safetensors.index.json")["weight_map"]
+    assert index["half"] == index["again"] == index["full"] == index["odd"] != index["another"]
+    assert torch.equal(load_file(tmp_path / index["another"])["another"], torch.ones(3))
+
+
+def test_no_tensor_is_held(tmp_path: Path) -> None:
+    writer, tensor = ShardWriter(tmp_path), torch.ones(3)
+    gone = weakref.ref(tensor)
+    writer.add("a", tensor)
+    del tensor
+
+    assert gone() is None
+    assert (tmp_path / "part-00000.safetensors").stat().st_size == HEADER_ROOM + 12
 
 
 def test_a_name_is_written_once(tmp_path: Path) -> None:
@@ -164,7 +214,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if when == "weights":
-        monkeypatch.setattr(checkpoint_writer, "save_file", full)
+        monkeypatch.setattr(ShardWriter, "add", full)
     elif when == "manifest":
         monkeypatch.setattr(run, "build_manifest", full)
     else:

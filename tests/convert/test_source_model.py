@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mla_convert.convert import source_model
 from mla_convert.convert.checkpoint import open_source
 from mla_convert.convert.probe import ReferenceProbe, probe_ids
-from mla_convert.convert.source_model import BATCH, LayerPass, StreamedSource
+from mla_convert.convert.source_model import BATCH, BATCH_TOKENS, BatchPass, StreamedSource, batches_of
 from mla_convert.convert.source_reading import check_reading
+from mla_convert.convert.states import StateStore
 from mla_convert.errors import CheckFailed
 from mla_convert.mla.reference import decoder_layer
 from tests.conftest import PicoFactory
@@ -49,33 +51,85 @@ def test_layer_by_layer_is_the_whole_model(pico: PicoFactory, family: str, sizes
     states, logits = whole_model(folder, ids)
     streamed = StreamedSource(source)
 
-    done = list(streamed.layers(ids, "testing"))
+    done = [list(one.batches) for one in streamed.layers(ids, "testing")]
 
-    assert [one.layer for one in done] == [0, 1, 2, 3]
+    assert [[batch.layer for batch in one] for one in done] == [[0, 0], [1, 1], [2, 2], [3, 3]]
     for one, expected in zip(done, states, strict=True):
-        assert relative_difference(one.hidden, expected) <= 1e-5
-        check_reading(source.layer_weights(one.layer), source.rope.frequencies, one, windows=len(ids))
-    assert relative_difference(streamed.logits(done[-1].hidden), logits) <= 1e-5
+        assert [batch.windows for batch in one] == [slice(0, BATCH), slice(BATCH, BATCH + 2)]
+        for batch in one:
+            assert relative_difference(batch.hidden, expected[batch.windows]) <= 1e-5
+            weights = source.layer_weights(batch.layer)
+            check_reading(weights, source.rope.frequencies, batch, windows=len(batch.hidden))
+    last = torch.cat([batch.hidden for batch in done[-1]])
+    assert relative_difference(streamed.logits(last), logits) <= 1e-5
+    assert streamed.forward_seconds > 0
 
 
 def test_one_layer_is_in_memory_at_a_time(pico: PicoFactory) -> None:
     streamed = StreamedSource(open_source(str(pico())))
 
-    for _ in streamed.layers(random_ids(97, 1, 8, seed=1), "testing"):
-        held = [name for name, value in streamed._model.named_parameters() if value.device.type != "meta"]
-        assert held == []
+    def held() -> set[str]:
+        loaded = (name for name, value in streamed._model.named_parameters() if value.device.type != "meta")
+        return {".".join(name.split(".")[:2]) for name in loaded}
+
+    for done in streamed.layers(random_ids(97, 1, 8, seed=1), "testing"):
+        assert held() == set()
+        for _ in done.batches:
+            assert held() == {f"layers.{done.layer}"}
+        assert held() == set()
+
+
+def test_what_is_not_read_of_a_layer_is_run_all_the_same(pico: PicoFactory) -> None:
+    source, ids = open_source(str(pico())), random_ids(97, BATCH + 1, 8, seed=1)
+    read = [list(done.batches)[-1].hidden for done in StreamedSource(source).layers(ids, "testing")]
+
+    passes = StreamedSource(source).layers(ids, "testing")
+    for _ in range(3):
+        next(passes)
+    assert torch.equal(list(next(passes).batches)[-1].hidden, read[-1])
+
+
+def test_states_past_the_budget_are_on_disk_and_the_same(pico: PicoFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, ids = open_source(str(pico())), random_ids(97, BATCH + 1, 8, seed=1)
+    spilled: list[bool] = []
+
+    class Seen(StateStore):
+        def close(self) -> None:
+            spilled.append(self.spilled)
+            super().close()
+
+    monkeypatch.setattr(source_model, "StateStore", Seen)
+    kept, stored = (
+        [batch for done in StreamedSource(source, budget).layers(ids, "testing") for batch in done.batches]
+        for budget in (1 << 20, 0)
+    )
+
+    assert spilled == [False, True]
+    for ours, theirs in zip(kept, stored, strict=True):
+        assert torch.equal(ours.hidden, theirs.hidden)
+        assert torch.equal(ours.attention_input, theirs.attention_input)
+        assert torch.equal(ours.attention_output, theirs.attention_output)
+
+
+def test_long_windows_go_one_at_a_time() -> None:
+    with StateStore(3, BATCH_TOKENS, 2, 1 << 20, Path("unused")) as states:
+        assert list(batches_of(states)) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    with StateStore(6, BATCH_TOKENS // BATCH, 2, 1 << 20, Path("unused")) as states:
+        assert list(batches_of(states)) == [slice(0, 4), slice(4, 6)]
 
 
 @pytest.fixture(scope="module")
-def first_layer(pico: PicoFactory) -> tuple[Any, LayerPass]:
+def first_layer(pico: PicoFactory) -> tuple[Any, BatchPass]:
     source = open_source(str(pico("qwen2", kv_heads=2)))
-    return source, next(StreamedSource(source).layers(random_ids(97, 2, 30, seed=2), "testing"))
+    passes = StreamedSource(source).layers(random_ids(97, 2, 30, seed=2), "testing")
+    (batch,) = next(passes).batches
+    return source, batch
 
 
 @pytest.mark.parametrize(
     "fault", ["scale", "rope layout", "key bias", "query bias", "value bias", "head order", "frequencies"]
 )
-def test_a_wrong_reading_is_caught(first_layer: tuple[Any, LayerPass], fault: str) -> None:
+def test_a_wrong_reading_is_caught(first_layer: tuple[Any, BatchPass], fault: str) -> None:
     source, done = first_layer
     weights, frequencies = source.layer_weights(0), source.rope.frequencies
     interleaved = weights.q.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mla_convert.convert.tensor_files import open_tensor_files
+from mla_convert.convert.tensor_files import all_finite, open_tensor_files
 from mla_convert.errors import InputRefused
 from tests.pico import PicoOptions, build_pico_model, make_pico
 
@@ -209,3 +209,18 @@ def test_an_index_of_the_wrong_types_is_refused(tmp_path: Path, text: str) -> No
 
     with pytest.raises(InputRefused, match="index"):
         open_tensor_files(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype, value: float) -> None:
+    # Longer than a vector register, with a tail that is no multiple of one.
+    whole = torch.linspace(-1, 1, 1003).to(dtype)
+
+    assert all_finite(whole)
+    assert all_finite(torch.empty(0, dtype=dtype))
+    for place in (0, 17, 1002):
+        spoiled = whole.clone()
+        spoiled[place] = value
+        assert not all_finite(spoiled)
+        assert not all_finite(spoiled.view(17, 59).T)

@@ -221,6 +221,7 @@ def reload_check() -> models.ReloadCheck:
         passed=True,
         worst_layer=1,
         layer_errors=(1e-6, 2e-6),
+        whole_model=True,
     )
 
 
