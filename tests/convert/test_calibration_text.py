@@ -9,7 +9,8 @@ import datasets
 import pytest
 import torch
 
-from mla_convert.convert.calibration_text import Corpus, Document, read_corpus, sample_windows
+from mla_convert.convert.calibration_mix import sample_windows
+from mla_convert.convert.calibration_text import Corpus, Document, read_corpus
 from mla_convert.convert.tokenizer import load_tokenizer
 from mla_convert.errors import EnvironmentFault, InputRefused
 from tests.conftest import PicoFactory
