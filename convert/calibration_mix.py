@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +141,8 @@ class _WindowStream:
         self._length, self._whole = length, whole
         self._rest: list[int] = []
         self._used: set[int] = set()
-        self._pieces = _slices(corpus.documents, tokenizer, length, seed, whole=whole)
+        slicer = _Slicer(corpus.documents, tokenizer, length, torch.Generator().manual_seed(seed))
+        self._pieces = slicer.whole_first() if whole else slicer.slices()
 
     def grow(self, count: int) -> int:
         """Make up to `count` windows; returns how many of those there are."""
@@ -172,31 +173,63 @@ class _WindowStream:
         return tuple(self.corpus.documents[index] for index in sorted(self._used))
 
 
-def _slices(
-    documents: Sequence[Document], tokenizer: Any, length: int, seed: int, *, whole: bool
-) -> Iterator[tuple[int, list[int]]]:
-    """One slice of each document a round, in a shuffled order, until all are used up."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(documents), generator=generator).tolist()
-    if whole:
-        order.sort(key=lambda index: len(documents[index].text.encode()) < BYTES_PER_TOKEN * length)
-    left: dict[int, list[list[int]]] = {}
-    for index in order:
-        left[index] = _shuffled_slices(documents[index], tokenizer, length, generator, whole=whole)
-        if left[index]:
-            yield index, left[index].pop()
-    while any(left.values()):
+@dataclass(frozen=True)
+class _Slicer:
+    """Slices of documents, in an order that the generator decides."""
+
+    documents: Sequence[Document]
+    tokenizer: Any
+    length: int
+    generator: torch.Generator
+
+    def slices(self) -> Iterator[tuple[int, list[int]]]:
+        """One slice of each document a round, in a shuffled order, until all are used up."""
+        yield from self._in_rounds(self._shuffled(), self._any_of)
+
+    def whole_first(self) -> Iterator[tuple[int, list[int]]]:
+        """All whole slices, in rounds, before the documents that are too short for one."""
+        order, short = self._shuffled(), list[tuple[int, list[int]]]()
+        size = {index: len(self.documents[index].text.encode()) for index in order}
+        # A token is a byte or more; those that are likely to be long enough are read first.
+        able = [index for index in order if size[index] >= self.length]
+        able.sort(key=lambda index: size[index] < BYTES_PER_TOKEN * self.length)
+
+        def whole_of(index: int) -> list[list[int]]:
+            ids = self._ids(index)
+            if len(ids) < self.length:
+                short.append((index, ids))
+            return self._cut(ids[: len(ids) // self.length * self.length])
+
+        yield from self._in_rounds(able, whole_of)
+        yield from short
+        yield from self._in_rounds([index for index in order if size[index] < self.length], self._any_of)
+
+    def _shuffled(self) -> list[int]:
+        order: list[int] = torch.randperm(len(self.documents), generator=self.generator).tolist()
+        return order
+
+    @staticmethod
+    def _in_rounds(order: list[int], slices_of: Callable[[int], list[list[int]]]) -> Iterator[tuple[int, list[int]]]:
+        left: dict[int, list[list[int]]] = {}
         for index in order:
+            left[index] = slices_of(index)
             if left[index]:
                 yield index, left[index].pop()
+        while any(left.values()):
+            for index in order:
+                if left[index]:
+                    yield index, left[index].pop()
 
+    def _any_of(self, index: int) -> list[list[int]]:
+        return self._cut(self._ids(index))
 
-def _shuffled_slices(
-    document: Document, tokenizer: Any, length: int, generator: torch.Generator, *, whole: bool
-) -> list[list[int]]:
-    ids: list[int] = tokenizer(document.text, add_special_tokens=not document.spelled_out, verbose=False)["input_ids"]
-    starts = range(0, len(ids), length)
-    if whole and len(ids) >= length:
-        starts = range(0, len(ids) - length + 1, length)
-    pieces = [ids[start : start + length] for start in starts]
-    return [pieces[number] for number in torch.randperm(len(pieces), generator=generator).tolist()]
+    def _ids(self, index: int) -> list[int]:
+        document = self.documents[index]
+        encoded = self.tokenizer(document.text, add_special_tokens=not document.spelled_out, verbose=False)
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def _cut(self, ids: list[int]) -> list[list[int]]:
+        """Slices of at most `length` tokens, shuffled."""
+        pieces = [ids[start : start + self.length] for start in range(0, len(ids), self.length)]
+        return [pieces[number] for number in torch.randperm(len(pieces), generator=self.generator).tolist()]
