@@ -9,6 +9,7 @@ from mla_convert.convert.plan import Factorization, Gamma, NormRoute, ProfileNam
 
 DEFAULT_TOKENS = 5120
 DEFAULT_WINDOW = 512
+LONG_WINDOW = 2048
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,11 @@ class ConvertOptions:
         latent_norm: `auto` takes `epsilon`, or `constant` for float16.
         dtype: Output dtype.
         pad_cache: Stored (kv_lora_rank, qk_rope_head_dim) with rows of zeros beyond what is used.
-        calibration: Text sources.
+        calibration: Text sources, each with `::weight=N` behind it where the shares are not to be equal; `self` is
+            text that the source writes.
         calibration_tokens: Tokens to measure on.
         calibration_window: Tokens per window.
+        calibration_long: Windows of `LONG_WINDOW` tokens to measure on besides.
         text_field: Field of JSONL and dataset rows.
         seed: Of sampling and probes.
     """
@@ -50,5 +53,6 @@ class ConvertOptions:
     calibration: tuple[str, ...] = ()
     calibration_tokens: int = DEFAULT_TOKENS
     calibration_window: int = DEFAULT_WINDOW
+    calibration_long: int = 0
     text_field: str = "text"
     seed: int = 0

@@ -23,20 +23,34 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+SELF_TEXT = "self"
+
+
 class CalibrationSpec(_Frozen):
     """What the statistics are measured on.
 
     Attributes:
-        texts: Text sources as given.
-        tokens: Calibration tokens asked for.
+        texts: Text sources as given, without their weights.
+        weights: Their shares of the tokens, which add up to one.
+        tokens: Calibration tokens asked for, without those of long windows.
         window: Tokens per window.
+        long_windows: Number of long windows besides.
+        long_window: Tokens of each of those.
         text_field: Field of JSONL rows and dataset rows.
     """
 
     texts: tuple[str, ...]
+    weights: tuple[float, ...]
     tokens: int
     window: int
+    long_windows: int
+    long_window: int
     text_field: str
+
+    @property
+    def score_ratio(self) -> float:
+        """Attention scores of all windows over those of the short ones: what long windows add to the measuring."""
+        return 1 + self.long_windows * self.long_window**2 / (self.tokens // self.window * self.window**2)
 
 
 class ConversionPlan(_Frozen):

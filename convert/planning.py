@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from mla_convert.convert.checkpoint import SourceCheckpoint
-from mla_convert.convert.options import ConvertOptions
-from mla_convert.convert.plan import CalibrationSpec, ConversionPlan, DtypeName, NormRoute, ProfileName, Weighting
+from mla_convert.convert.options import LONG_WINDOW, ConvertOptions
+from mla_convert.convert.plan import (
+    SELF_TEXT,
+    CalibrationSpec,
+    ConversionPlan,
+    DtypeName,
+    NormRoute,
+    ProfileName,
+    Weighting,
+)
 from mla_convert.convert.profiles import ENGINE_NORM_EPS, Demand, refusal, residual_scale
 from mla_convert.convert.weights import AttentionShape
 from mla_convert.errors import InputRefused, UsageFault
@@ -172,12 +182,68 @@ def _calibration(options: ConvertOptions, positions: int) -> CalibrationSpec | N
             expected=f"at most {positions}",
             found=str(options.calibration_window),
         )
+    texts, weights = _sources(options)
     return CalibrationSpec(
-        texts=options.calibration,
+        texts=texts,
+        weights=weights,
         tokens=options.calibration_tokens,
         window=options.calibration_window,
+        long_windows=options.calibration_long,
+        long_window=_long_window(options, texts, positions),
         text_field=options.text_field,
     )
+
+
+def _sources(options: ConvertOptions) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Names of the text sources, and their shares of the tokens."""
+    parted = [split_weight(given) for given in options.calibration]
+    texts = tuple(name for name, _ in parted)
+    repeated = sorted({name for name in texts if texts.count(name) > 1})
+    if repeated:
+        raise UsageFault("a calibration text given twice", found=", ".join(repeated), remedy="Give it a ::weight=N.")
+    if len(texts) > options.calibration_tokens // options.calibration_window:
+        raise UsageFault(
+            "more calibration texts than windows",
+            expected=f"--calibration-tokens at least {len(texts) * options.calibration_window}",
+            found=str(options.calibration_tokens),
+        )
+    total = math.fsum(weight for _, weight in parted)
+    return texts, tuple(weight / total for _, weight in parted)
+
+
+def split_weight(given: str) -> tuple[str, float]:
+    """`books/::weight=2` as the text's name and its weight, 1 where none is given.
+
+    Raises:
+        UsageFault: If the weight is no positive number.
+    """
+    name, mark, number = given.rpartition("::weight=")
+    if not mark:
+        return given, 1.0
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise UsageFault("a weight that is no positive number", expected="PATH::weight=2", found=given)
+    return name, weight
+
+
+def _long_window(options: ConvertOptions, texts: tuple[str, ...], positions: int) -> int:
+    if options.calibration_long == 0:
+        return 0
+    length = min(LONG_WINDOW, positions)
+    if length <= options.calibration_window:
+        raise UsageFault(
+            "--calibration-long would add no longer windows",
+            expected=f"--calibration-window below {length}",
+            found=str(options.calibration_window),
+        )
+    if texts == (SELF_TEXT,):
+        raise UsageFault(
+            "--calibration-long needs text besides what the source writes", remedy="Add a --calibration PATH."
+        )
+    return length
 
 
 def _key_rank(shape: AttentionShape, options: ConvertOptions, useful: int, slots: int) -> int | None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_convert.convert.calibrate import StatisticsStore
-from mla_convert.convert.calibration_text import Corpus, TokenWindows
+from mla_convert.convert.calibration_evidence import CalibrationEvidence, calibration_record
 from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.latent_norm import LATENT_NORM_EPS, NeutralNorm
 from mla_convert.convert.layer import LayerQuality
@@ -46,10 +45,7 @@ from mla_convert.manifests.models import (
     MANIFEST_NAME,
     NO_SPLIT,
     SCHEMA_VERSION,
-    CalibrationRecord,
-    CalibrationText,
     ConversionManifest,
-    DocumentDigest,
     MethodRecord,
     OutputsRecord,
     ReloadCheck,
@@ -88,16 +84,6 @@ class SourceDigests:
     def checkpoint(self) -> str:
         """Combined digest of the weight files."""
         return combined_digest(weight_files(self.files))
-
-
-@dataclass(frozen=True)
-class CalibrationEvidence:
-    """What calibration read and measured, and the damping that so many tokens need."""
-
-    corpora: tuple[Corpus, ...]
-    windows: TokenWindows
-    store: StatisticsStore
-    damping: float
 
 
 @dataclass(frozen=True)
@@ -157,7 +143,7 @@ def build_manifest(
         source=_source_record(source, digests),
         method=_method(plan, rerounded),
         layers=tuple(_layer_receipt(index, record, source, plan) for index, record in enumerate(layers)),
-        calibration=None if calibration is None else _calibration(plan, source, calibration),
+        calibration=None if calibration is None else calibration_record(plan, source, calibration),
         split=NO_SPLIT,
         reload_check=reload_check,
         outputs=OutputsRecord(
@@ -303,28 +289,4 @@ def _layer_receipt(index: int, record: LayerRecord, source: SourceCheckpoint, pl
         singular_energy_kept=quality.energy_kept,
         predicted_output_error=quality.predicted_output_error,
         singular_values=quality.singular_values[:SINGULAR_VALUES_KEPT],
-    )
-
-
-def _calibration(plan: ConversionPlan, source: SourceCheckpoint, evidence: CalibrationEvidence) -> CalibrationRecord:
-    windows = evidence.windows
-    return CalibrationRecord(
-        texts=tuple(
-            CalibrationText(
-                name=corpus.name,
-                kind=corpus.kind,
-                sha256=corpus.sha256,
-                documents=len(corpus.documents),
-                characters=corpus.characters,
-            )
-            for corpus in evidence.corpora
-        ),
-        documents=tuple(DocumentDigest(id=item.name, sha256=item.sha256) for item in windows.documents),
-        windows=windows.ids.shape[0],
-        window_length=windows.ids.shape[1],
-        tokens=windows.tokens,
-        seed=plan.seed,
-        statistics_digest=evidence.store.digest,
-        damping=evidence.damping,
-        under_determined=windows.tokens < source.shape.hidden_size,
     )

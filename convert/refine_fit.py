@@ -77,7 +77,7 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = group["rate"] * _schedule(step, settings.steps)
         optimizer.zero_grad(set_to_none=True)
-        loss(next(order)).backward()  # type: ignore[no-untyped-call]
+        loss(next(order)).backward()
         optimizer.step()
         if step in checks:
             now = _held_loss(loss, held, settings.batch)

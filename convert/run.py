@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_convert.convert.calibrate import calibrate
-from mla_convert.convert.calibration_text import read_corpus, sample_windows
+from mla_convert.convert.calibration_evidence import CalibrationEvidence
+from mla_convert.convert.calibration_run import gather
 from mla_convert.convert.checkpoint import SourceCheckpoint, open_source
 from mla_convert.convert.checkpoint_writer import (
     FolderTransaction,
@@ -25,7 +25,6 @@ from mla_convert.convert.checkpoint_writer import (
     refuse_existing,
     write_json,
 )
-from mla_convert.convert.factorize import damping_for
 from mla_convert.convert.layer import LayerPlan, convert_layer
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.phases import PhaseSeconds
@@ -33,7 +32,6 @@ from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.planning import make_plan
 from mla_convert.convert.probe import ReferenceProbe
 from mla_convert.convert.receipts import (
-    CalibrationEvidence,
     LayerRecord,
     SourceDigests,
     build_manifest,
@@ -49,10 +47,9 @@ from mla_convert.convert.states import MEMORY_BUDGET_BYTES
 from mla_convert.convert.statistics import LayerStatistics
 from mla_convert.convert.stock_layout import stock_config
 from mla_convert.convert.target import TargetWriter
-from mla_convert.convert.tokenizer import check_tokenizer, load_tokenizer
+from mla_convert.convert.tokenizer import check_tokenizer
 from mla_convert.convert.weights import LayerWeights
-from mla_convert.errors import EnvironmentFault, InputRefused, UsageFault
-from mla_convert.manifests.digest import sha256_json
+from mla_convert.errors import EnvironmentFault, UsageFault
 from mla_convert.manifests.environment import Environment, capture
 from mla_convert.manifests.models import ConversionManifest
 from mla_convert.mla.weights import MLALayerWeights
@@ -115,7 +112,7 @@ def convert(
     check_writable(out)
     digests = digest_of_source(checkpoint)
     started = time.perf_counter()
-    evidence = _calibrate(checkpoint, digests, plan, memory_budget_bytes)
+    evidence = gather(checkpoint, digests, plan, memory_budget_bytes)
     calibrated = time.perf_counter()
     with FolderTransaction(out, overwrite=overwrite) as transaction, tempfile.TemporaryDirectory() as scratch:
         work = _Work(checkpoint, plan, evidence, transaction.working, Path(scratch), memory_budget_bytes)
@@ -176,30 +173,6 @@ def check_disk(out: Path, source: SourceCheckpoint, plan: ConversionPlan) -> Non
         )
 
 
-def _calibrate(
-    source: SourceCheckpoint, digests: SourceDigests, plan: ConversionPlan, memory_budget_bytes: int
-) -> CalibrationEvidence | None:
-    spec = plan.calibration
-    if spec is None:
-        return None
-    corpora = tuple(read_corpus(text, spec.text_field) for text in spec.texts)
-    windows = sample_windows(
-        corpora, load_tokenizer(source.location.folder), tokens=spec.tokens, length=spec.window, seed=plan.seed
-    )
-    largest = int(windows.ids.max())
-    if largest >= source.config.vocab_size:
-        raise InputRefused(
-            "the tokenizer is not the model's",
-            expected=f"token ids below {source.config.vocab_size}",
-            found=str(largest),
-            where=str(source.location.folder),
-        )
-    # The configuration decides activations as much as the weights do.
-    key = sha256_json([digests.checkpoint, digests.config])
-    damping = damping_for(windows.tokens, source.shape.hidden_size)
-    return CalibrationEvidence(corpora, windows, calibrate(source, key, windows.ids, memory_budget_bytes), damping)
-
-
 def _warnings(source: SourceCheckpoint, plan: ConversionPlan, evidence: CalibrationEvidence | None) -> list[str]:
     found = []
     unknown = unknown_config_keys(source)
@@ -213,9 +186,11 @@ def _warnings(source: SourceCheckpoint, plan: ConversionPlan, evidence: Calibrat
         found.append(
             f"the text gave {evidence.windows.tokens} calibration tokens of {plan.calibration.tokens} asked for"
         )
-    if evidence is not None and evidence.windows.tokens < source.shape.hidden_size:
+    if evidence is not None:
+        found += evidence.warnings
+    if evidence is not None and evidence.tokens < source.shape.hidden_size:
         found.append(
-            f"{evidence.windows.tokens} calibration tokens for {source.shape.hidden_size} dimensions: "
+            f"{evidence.tokens} calibration tokens for {source.shape.hidden_size} dimensions: "
             "directions never seen are held by damping alone"
         )
     return found

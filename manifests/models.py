@@ -56,13 +56,34 @@ class MethodRecord(Record):
 
 
 class CalibrationText(Record):
-    """One calibration file; `sha256` is that of its bytes."""
+    """One calibration text: what it holds, what was drawn from it, and what that counts for in the statistics.
+
+    `sha256` is over the names and texts of its documents, in order.
+    """
 
     name: str
     kind: str
     sha256: Sha256Hex
     documents: int = Field(ge=0)
     characters: int = Field(ge=0)
+    weight: float = Field(gt=0, le=1)
+    windows: int = Field(ge=0)
+    long_windows: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    mean_square_input: float = Field(ge=0)
+    key_share: float = Field(ge=0, le=1)
+    value_share: float = Field(ge=0, le=1)
+
+
+class SelfTextRecord(Record):
+    """How the source wrote text of its own; `digest` is the key under which it was kept."""
+
+    digest: Digest
+    temperature: float = Field(gt=0)
+    top_p: float = Field(gt=0, le=1)
+    seed: int
+    prompts: int = Field(ge=0)
+    unprompted: int = Field(ge=0)
 
 
 class DocumentDigest(Record):
@@ -79,8 +100,12 @@ class CalibrationRecord(Record):
     documents: tuple[DocumentDigest, ...]
     windows: int = Field(ge=0)
     window_length: int = Field(gt=0)
+    long_windows: int = Field(ge=0)
+    long_window_length: int = Field(ge=0)
     tokens: int = Field(ge=0)
     seed: int
+    chat_template_sha256: Sha256Hex | None
+    self_text: SelfTextRecord | None
     statistics_digest: Digest
     damping: float = Field(ge=0)
     under_determined: bool

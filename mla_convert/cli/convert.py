@@ -16,6 +16,7 @@ from mla_convert.cli.convert_options import (
     CALIBRATION_WINDOW,
     MEMORY_BUDGET,
     Calibration,
+    CalibrationLong,
     CalibrationTokens,
     CalibrationWindow,
     DryRunFlag,
@@ -59,7 +60,7 @@ mla-convert convert SOURCE OUT --config plan.yaml --profile hf --dry-run --json
 NOT_IN_PLAN_FILE = ("ctx", "source", "out", "config", "json_output", "debug", "return")
 # What a lossless plan leaves no choice of, and what only calibration text gives a meaning.
 SET_BY_LOSSLESS = ("rope_policy", "factorization", "key_rank", "weighting", "gamma", "calibration")
-OF_CALIBRATION = ("calibration_tokens", "calibration_window", "text_field")
+OF_CALIBRATION = ("calibration_tokens", "calibration_window", "calibration_long", "text_field")
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -102,6 +103,7 @@ def command(
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = CALIBRATION_TOKENS,
     calibration_window: CalibrationWindow = CALIBRATION_WINDOW,
+    calibration_long: CalibrationLong = 0,
     text_field: TextField = "text",
     dtype: Dtype = "source",
     pad_cache: PadCache = None,
@@ -136,6 +138,7 @@ def command(
             calibration=tuple(calibration or ()),
             calibration_tokens=calibration_tokens,
             calibration_window=calibration_window,
+            calibration_long=calibration_long,
             text_field=text_field,
             seed=seed,
         )
@@ -155,7 +158,7 @@ def _run(
     dry_run: bool,
     budget: int,
 ) -> ConvertResult | DryRun:
-    from mla_convert.convert.calibration_text import read_corpus
+    from mla_convert.convert.calibration_run import check_texts
     from mla_convert.convert.checkpoint_writer import absolute, refuse_existing
     from mla_convert.convert.inspection import preview_conversion
     from mla_convert.convert.planning import make_plan
@@ -170,10 +173,7 @@ def _run(
     check_disk(out, checkpoint, plan)
     preview = preview_conversion(checkpoint, plan, out)
     if dry_run:
-        for text in options.calibration:
-            # A dataset may have to be downloaded, which writes to its cache.
-            if not text.startswith("datasets:"):
-                read_corpus(text, options.text_field)
+        check_texts(checkpoint, plan)
         return DryRun(preview)
     print_preview(preview)
     done = convert(checkpoint, out, options, overwrite=overwrite, memory_budget_bytes=budget)

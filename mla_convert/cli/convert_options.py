@@ -56,10 +56,17 @@ LatentNorm = Annotated[
 ]
 Calibration = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATH", help="Text file, JSONL, folder of them, or datasets:NAME. Can be repeated."),
+    typer.Option(
+        metavar="PATH[::weight=N]",
+        help="Text file, JSONL, folder of them, pattern with *, datasets:NAME, or self for text that the source "
+        "writes. Can be repeated; weights are shares of the tokens.",
+    ),
 ]
 CalibrationTokens = Annotated[int, typer.Option(min=2, help="Tokens to measure on.")]
 CalibrationWindow = Annotated[int, typer.Option(min=2, help="Tokens per window.")]
+CalibrationLong = Annotated[
+    int, typer.Option(min=0, help="Windows of 2,048 tokens besides, for what is attended to from far away.")
+]
 TextField = Annotated[str, typer.Option(help="Field of JSONL and dataset rows that holds the text.")]
 Dtype = Annotated[DtypeChoice, typer.Option(help="Dtype of what is written; source keeps each tensor's own.")]
 PadCache = Annotated[

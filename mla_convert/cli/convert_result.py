@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from mla_convert.convert.inspection import Preview
+    from mla_convert.convert.plan import CalibrationSpec
     from mla_convert.convert.run import Conversion
 
 
@@ -100,8 +101,6 @@ def _plan_rows(preview: Preview) -> list[tuple[str, str]]:
     plan, before, after = preview.plan, preview.source_cache, preview.target_cache
     numbers = f"{before.numbers_per_token_per_layer:,} → {after.numbers_per_token_per_layer:,}"
     share = after.numbers_per_token_per_layer / before.numbers_per_token_per_layer
-    spec = plan.calibration
-    texts = "" if spec is None else f"{spec.tokens:,} tokens in windows of {spec.window} of {', '.join(spec.texts)}"
     padding = f", filled up from {plan.useful_rank}+{2 * plan.rope_slots}" if plan.padded else ""
     residual = "as it is" if plan.residual_scale == 1 else f"times {plan.residual_scale:.4g}, for the norms' epsilon"
     biases = "; attention has biases" if plan.attention_bias else ""
@@ -114,13 +113,27 @@ def _plan_rows(preview: Preview) -> list[tuple[str, str]]:
         ("", f"{before.bytes_per_token:,} → {after.bytes_per_token:,} bytes per token ({after.dtype})"),
         ("rope policy", plan.rope_policy),
         ("factorization", f"{plan.factorization}, weighting {plan.weighting}, gamma {plan.gamma}"),
-        ("calibration", texts or "none"),
+        *_calibration_rows(plan.calibration),
         ("latent norm", f"{plan.latent_norm} route"),
         ("residual", residual),
         ("dtype", f"{plan.dtype}; attention {plan.attention_dtype}"),
         ("writes", f"{_size(preview.weight_bytes)} of weights into {preview.out}{' (replaced)' * preview.overwrite}"),
         ("", ", ".join(preview.files)),
     ]
+
+
+def _calibration_rows(spec: CalibrationSpec | None) -> list[tuple[str, str]]:
+    if spec is None:
+        return [("calibration", "none")]
+    names = spec.texts
+    if len(names) > 1:
+        names = tuple(f"{name} ({weight:.1%})" for name, weight in zip(names, spec.weights, strict=True))
+    rows = [("calibration", f"{spec.tokens:,} tokens in windows of {spec.window} of {', '.join(names)}")]
+    if spec.long_windows:
+        tokens = spec.long_windows * spec.long_window
+        long = f"and {tokens:,} in windows of {spec.long_window:,}: {spec.score_ratio:.1f} times the scores to measure"
+        rows.append(("", long))
+    return rows
 
 
 def _grid(rows: list[tuple[str, str]]) -> RenderableType:

@@ -9,7 +9,8 @@ import datasets
 import pytest
 import torch
 
-from mla_convert.convert.calibration_text import Corpus, Document, read_corpus, sample_windows
+from mla_convert.convert.calibration_mix import sample_windows
+from mla_convert.convert.calibration_text import Corpus, Document, read_corpus
 from mla_convert.convert.tokenizer import load_tokenizer
 from mla_convert.errors import EnvironmentFault, InputRefused
 from tests.conftest import PicoFactory
@@ -67,6 +68,21 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
     assert corpus.kind == "folder"
     expected = ["a.txt", "sub/b.jsonl:1", "sub/b.jsonl:2", "sub/c.rst", "z.md"]
     assert [document.name for document in corpus.documents] == expected
+
+
+def test_a_pattern_takes_files_of_any_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "src" / "deep").mkdir(parents=True)
+    for name in ("src/b.py", "src/deep/a.py", "src/notes.txt"):
+        (tmp_path / name).write_text(name)
+
+    corpus = read_corpus(f"{tmp_path}/src/**/*.py")
+
+    assert corpus.kind == "files"
+    assert [document.name for document in corpus.documents] == ["b.py", "deep/a.py"]
+    monkeypatch.chdir(tmp_path)
+    assert [document.name for document in read_corpus("src/*.*").documents] == ["b.py", "notes.txt"]
+    with pytest.raises(InputRefused, match="no text in it"):
+        read_corpus("src/*.rs")
 
 
 def test_the_digest_is_of_names_and_texts_in_order(tmp_path: Path) -> None:

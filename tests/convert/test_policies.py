@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from mla_convert.convert import calibrate as calibration
 from mla_convert.convert.calibrate import StatisticsStore, calibrate
-from mla_convert.convert.calibration_text import read_corpus, sample_windows
+from mla_convert.convert.calibration_mix import sample_windows
+from mla_convert.convert.calibration_text import read_corpus
 from mla_convert.convert.checkpoint import SourceCheckpoint, open_source
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.planning import make_plan
@@ -312,7 +313,7 @@ def test_statistics_are_measured_once(
 
     assert (first.reused, second.reused, fresh.reused) == (False, True, False)
     assert first.digest == second.digest == fresh.digest
-    assert fresh.folder != first.folder
+    assert fresh.folders != first.folders
     for layer in range(4):
         assert same(first, second, layer)
         assert same(first, fresh, layer)

@@ -12,11 +12,13 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from mla_convert.convert import statistics as module
 from mla_convert.convert.source_reading import source_attention
 from mla_convert.convert.statistics import (
     LayerStatistics,
     Moments,
     attention_probabilities,
+    combine,
     measure_layer,
     project,
     score_error_weights,
@@ -37,6 +39,8 @@ from tests.tolerances import FLOAT64_ALGEBRA
 
 SHAPE = AttentionShape(hidden_size=12, num_heads=4, num_kv_heads=2, head_dim=6)
 LENGTH = 9
+# What grows with the text; everything else is a mean.
+SUMS = ("tokens", "weight", "gamma_weight")
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +213,49 @@ def test_windows_seen_twice_change_nothing(layer: LayerWeights, windows: Tensor,
 
     assert int(twice.tokens) == 2 * int(statistics.tokens)
     for name, value in tensors_of(twice).items():
-        assert name == "tokens" or close(value, tensors_of(statistics)[name], 1e-9), name
+        factor = 2 if name in SUMS else 1
+        assert close(value, factor * tensors_of(statistics)[name], 1e-9), name
+
+
+def test_parts_are_combined_into_what_all_windows_give(
+    layer: LayerWeights, windows: Tensor, statistics: LayerStatistics
+) -> None:
+    parts = [measure_layer(layer, part, frequencies_of(SHAPE)) for part in (windows[:1], windows[1:])]
+
+    for name, value in tensors_of(combine(parts)).items():
+        assert close(value, tensors_of(statistics)[name]), name
+
+
+def test_a_weight_of_two_is_the_same_text_twice(layer: LayerWeights, windows: Tensor) -> None:
+    parts = [measure_layer(layer, part, frequencies_of(SHAPE)) for part in (windows[:1], windows[1:])]
+
+    weighted = tensors_of(combine(parts, [2.0, 1.0]))
+
+    for name, value in tensors_of(combine([parts[0], *parts])).items():
+        assert name == "tokens" or close(weighted[name], value), name
+    assert int(weighted["tokens"]) == 3 * LENGTH
+    with pytest.raises(ValueError, match="one weight for each"):
+        combine(parts, [1.0])
+
+
+def test_a_silent_part_adds_nothing(layer: LayerWeights, windows: Tensor, statistics: LayerStatistics) -> None:
+    silent = replace(statistics, weight=torch.zeros(3).double(), gamma_weight=torch.zeros_like(statistics.gamma_weight))
+    alone = measure_layer(layer, windows[:1], frequencies_of(SHAPE))
+
+    for name, value in tensors_of(combine([alone, silent])).items():
+        assert name == "tokens" or close(value, tensors_of(alone)[name]), name
+    assert not combine([silent, silent]).gamma.any()
+
+
+@pytest.mark.parametrize("scores", [1, 2 * LENGTH, 5 * LENGTH, 7 * LENGTH])
+def test_rows_in_blocks_give_the_same(
+    layer: LayerWeights, windows: Tensor, statistics: LayerStatistics, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two heads a group: 1, 1, 2 and 3 rows at once of nine, so that the last block is shorter too."""
+    monkeypatch.setattr(module, "SCORES_AT_ONCE", scores)
+
+    for name, value in tensors_of(measure_layer(layer, windows, frequencies_of(SHAPE))).items():
+        assert close(value, tensors_of(statistics)[name]), name
 
 
 def test_what_must_be_positive_is(statistics: LayerStatistics) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mla_convert.assets.wikipedia import WikipediaSplits
-from mla_convert.convert.calibration_text import read_corpus, sample_windows
+from mla_convert.convert.calibration_mix import sample_windows
+from mla_convert.convert.calibration_text import read_corpus
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.tokenizer import load_tokenizer
 from tests.convert.conftest import Converted, run_conversion

@@ -193,15 +193,37 @@ def method_record(arch: ids.Architecture) -> models.MethodRecord:
     )
 
 
+def calibration_text() -> models.CalibrationText:
+    """The one calibration text."""
+    return models.CalibrationText(
+        name="a.txt",
+        kind="text",
+        sha256="2" * 64,
+        documents=1,
+        characters=9,
+        weight=1.0,
+        windows=1,
+        long_windows=0,
+        tokens=8,
+        mean_square_input=2.5,
+        key_share=1.0,
+        value_share=1.0,
+    )
+
+
 def calibration_record() -> models.CalibrationRecord:
     """The manifest's calibration section."""
     return models.CalibrationRecord(
-        texts=(models.CalibrationText(name="a.txt", kind="text", sha256="2" * 64, documents=1, characters=9),),
+        texts=(calibration_text(),),
         documents=(models.DocumentDigest(id="a.txt#0", sha256="3" * 64),),
         windows=1,
         window_length=8,
+        long_windows=0,
+        long_window_length=0,
         tokens=8,
         seed=0,
+        chat_template_sha256=None,
+        self_text=None,
         statistics_digest="sha256:" + "4" * 64,
         damping=1e-6,
         under_determined=True,
