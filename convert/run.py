@@ -24,8 +24,8 @@ from mla_convert.convert.checkpoint_writer import (
     refuse_existing,
     write_json,
 )
+from mla_convert.convert.closed_form import ClosedForm
 from mla_convert.convert.factorize import damping_for
-from mla_convert.convert.layer import LayerPlan, convert_layer
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.planning import make_plan
@@ -39,20 +39,16 @@ from mla_convert.convert.receipts import (
     unknown_config_keys,
 )
 from mla_convert.convert.reload_check import check_reload
-from mla_convert.convert.selection import Selection, select
 from mla_convert.convert.sidecars import copy_sidecars
 from mla_convert.convert.source_model import StreamedSource
 from mla_convert.convert.source_reading import check_reading
-from mla_convert.convert.statistics import LayerStatistics
 from mla_convert.convert.stock_layout import stock_config
 from mla_convert.convert.target import TargetWriter
 from mla_convert.convert.tokenizer import check_tokenizer, load_tokenizer
-from mla_convert.convert.weights import LayerWeights
 from mla_convert.errors import EnvironmentFault, InputRefused, UsageFault
 from mla_convert.manifests.digest import sha256_json
 from mla_convert.manifests.environment import Environment, capture
 from mla_convert.manifests.models import ConversionManifest
-from mla_convert.mla.weights import MLALayerWeights
 
 # Head room for the index, the manifest and the file system's own needs.
 DISK_MARGIN = 1.05
@@ -229,7 +225,7 @@ class _Work:
     def write(self) -> _Written:
         """Convert and write every layer."""
         store = None if self.evidence is None else self.evidence.store
-        selection = select(self.plan, self.source, store)
+        form = ClosedForm.of(self.source, self.plan, store)
         streamed = StreamedSource(self.source)
         probe = ReferenceProbe.start(self.source, streamed, self.scratch, self.plan.seed)
         writer = TargetWriter(self.source, self.plan, ShardWriter(self.folder))
@@ -239,13 +235,13 @@ class _Work:
             weights = self.source.layer_weights(done.layer)
             check_reading(weights, self.source.rope.frequencies, done, windows=1)
             statistics = None if store is None else store.load(done.layer)
-            converted, record = self.convert_one(weights, statistics, selection)
-            writer.write_layer(done.layer, converted)
-            probe.advance(done.layer, converted)
-            layers.append(record)
+            converted = form.convert(weights, statistics)
+            writer.write_layer(done.layer, converted.weights)
+            probe.advance(done.layer, converted.weights)
+            layers.append(LayerRecord(converted.slots, converted.quality))
             scale, hidden = weights.softmax_scale, done.hidden
         writer.write_head()
-        config = stock_config(self.plan, self.source, selection.pairs)
+        config = stock_config(self.plan, self.source, form.selection.pairs)
         write_json(self.folder / "config.json", config)
         expected = streamed.logits(hidden) if self.plan.lossless else probe.logits(streamed)
         return _Written(config, layers, writer, probe.ids, expected, scale)
@@ -275,22 +271,3 @@ class _Work:
             environment=environment.finish(),
             warnings=warnings,
         )
-
-    def convert_one(
-        self, weights: LayerWeights, statistics: LayerStatistics | None, selection: Selection
-    ) -> tuple[MLALayerWeights, LayerRecord]:
-        """Resolve the plan for one layer and convert it."""
-        plan, slots = self.plan, selection.slots(statistics)
-        layer_plan = LayerPlan(
-            slots=slots,
-            qk_nope_head_dim=plan.qk_nope_head_dim,
-            kv_lora_rank=plan.useful_rank,
-            factorization=plan.factorization,
-            key_rank=plan.key_rank,
-            weighting=plan.weighting,
-            measured_gamma=plan.gamma == "measured",
-            output_constant=plan.attention_bias,
-            damping=0.0 if self.evidence is None else self.evidence.damping,
-        )
-        converted, quality = convert_layer(weights, statistics, self.source.rope.frequencies, layer_plan)
-        return converted, LayerRecord(slots, quality)
