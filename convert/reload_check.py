@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mla_convert.convert.loss_check import LossProbe
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.reload_child import ProbeSettings, ReloadReport
 from mla_convert.errors import CheckFailed
@@ -20,7 +22,13 @@ from mla_convert.tolerances import RELOAD_LAYER, RELOAD_RELATIVE
 
 
 def check_reload(
-    folder: Path, probe: Path, plan: ConversionPlan, softmax_scale: float, ids: Tensor, logits: Tensor
+    folder: Path,
+    probe: Path,
+    plan: ConversionPlan,
+    softmax_scale: float,
+    ids: Tensor,
+    logits: Tensor,
+    text: LossProbe | None = None,
 ) -> ReloadCheck:
     """Load `folder` with stock transformers in a fresh process and compare it on the probe batch.
 
@@ -31,14 +39,19 @@ def check_reload(
         softmax_scale: The source's.
         ids: (B, T) probe tokens.
         logits: (B, T, V) the source's for a lossless plan, else the float64 reference's.
+        text: Calibration tokens to measure the loss on; None where the plan has no calibration text.
 
     Raises:
-        CheckFailed: If anything differs beyond the table of tolerances, naming the first layer and tensor.
+        CheckFailed: If anything differs beyond the table of tolerances, naming the first layer and tensor, or the
+            loss is not finite.
     """
     tolerance, layer_tolerance = RELOAD_RELATIVE[plan.attention_dtype], RELOAD_LAYER[plan.attention_dtype]
     settings = ProbeSettings(plan.residual_scale, softmax_scale, layer_tolerance)
     (probe / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
-    save_file({"ids": ids.contiguous(), "logits": logits.float().contiguous()}, probe / "expected.safetensors")
+    expected = {"ids": ids.contiguous(), "logits": logits.float().contiguous()}
+    if text is not None:
+        expected["loss_ids"] = text.ids.contiguous()
+    save_file(expected, probe / "expected.safetensors")
     report = _run_child(folder, probe)
     largest = max(report.max_abs_logit, 1e-30)
     relative_error = report.max_abs_error / largest
@@ -50,6 +63,8 @@ def check_reload(
             found=f"{relative_error:.3g}, worst layer {worst}",
             where=report.first_difference or "logits",
         )
+    if report.loss is not None and not math.isfinite(report.loss):
+        raise CheckFailed("the written checkpoint's loss on the calibration text is not finite; it was deleted")
     return ReloadCheck(
         kind="lossless-vs-source" if plan.lossless else "lossy-vs-reference",
         probe_tokens=int(ids.numel()),
@@ -61,6 +76,7 @@ def check_reload(
         passed=True,
         worst_layer=worst,
         layer_errors=report.layer_errors,
+        calibration_loss=None if text is None or report.loss is None else text.record(report.loss),
     )
 
 

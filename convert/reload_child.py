@@ -43,6 +43,7 @@ class ReloadReport:
         max_abs_logit: Largest |logit| expected.
         layer_errors: Relative error of each layer's output, each fed the expected input.
         first_difference: The first layer and tensor beyond the tolerance, None if there is none.
+        loss: Next-token loss on the window of text in the probe, nats per token; None where there is none.
     """
 
     loading_problems: tuple[str, ...]
@@ -50,6 +51,7 @@ class ReloadReport:
     max_abs_logit: float
     layer_errors: tuple[float, ...]
     first_difference: str | None
+    loss: float | None = None
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -63,7 +65,8 @@ def compare(folder: Path, probe: Path) -> ReloadReport:
 
     Args:
         folder: A written checkpoint.
-        probe: Folder with `settings.json`, `expected.safetensors` (`ids`, `logits`) and one file per layer.
+        probe: Folder with `settings.json`, `expected.safetensors` (`ids`, `logits`, and `loss_ids` where there is text)
+            and one file per layer.
     """
     settings = ProbeSettings(**json.loads((probe / "settings.json").read_text(encoding="utf-8")))
     model, problems = _load(folder)
@@ -73,8 +76,15 @@ def compare(folder: Path, probe: Path) -> ReloadReport:
     with torch.inference_mode():
         logits = model(input_ids=expected["ids"], use_cache=False).logits
         errors, first = _compare_layers(model, probe, expected["ids"], settings)
+        loss = _loss(model, expected["loss_ids"]) if "loss_ids" in expected else None
     difference = float((logits.double() - expected["logits"].double()).abs().max())
-    return ReloadReport((), difference, float(expected["logits"].abs().max()), errors, first)
+    return ReloadReport((), difference, float(expected["logits"].abs().max()), errors, first, loss)
+
+
+def _loss(model: Any, ids: Tensor) -> float:
+    """Mean negative log-likelihood of tokens 2 to T of (1, T), nats."""
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return float(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]))
 
 
 def _load(folder: Path) -> tuple[Any, tuple[str, ...]]:

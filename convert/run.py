@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from mla_convert.convert.checkpoint_writer import (
 )
 from mla_convert.convert.closed_form import ClosedForm
 from mla_convert.convert.factorize import damping_for
+from mla_convert.convert.loss_check import LossProbe, chance_warning
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.planning import make_plan
+from mla_convert.convert.predict import combine, layer_loss, predictable
 from mla_convert.convert.probe import ReferenceProbe
 from mla_convert.convert.receipts import (
     CalibrationEvidence,
@@ -36,7 +38,9 @@ from mla_convert.convert.receipts import (
     SourceDigests,
     build_manifest,
     digest_of_source,
+    prediction_record,
     unknown_config_keys,
+    with_measured,
 )
 from mla_convert.convert.reload_check import check_reload
 from mla_convert.convert.sidecars import copy_sidecars
@@ -49,6 +53,7 @@ from mla_convert.errors import EnvironmentFault, InputRefused, UsageFault
 from mla_convert.manifests.digest import sha256_json
 from mla_convert.manifests.environment import Environment, capture
 from mla_convert.manifests.models import ConversionManifest
+from mla_convert.manifests.quality import MeasuredRecord, PredictionRecord
 
 # Head room for the index, the manifest and the file system's own needs.
 DISK_MARGIN = 1.05
@@ -76,6 +81,8 @@ def convert(
     *,
     overwrite: bool = False,
     command: Sequence[str] | None = None,
+    prediction: PredictionRecord | None = None,
+    measure: Callable[[Path], MeasuredRecord] | None = None,
 ) -> Conversion:
     """Convert a checkpoint.
 
@@ -85,6 +92,8 @@ def convert(
         options: What is wanted.
         overwrite: Replace an existing checkpoint folder.
         command: Command line for the record; the process's own by default.
+        prediction: What the plan is expected to lose, where it has been chosen by that; else it is predicted here.
+        measure: Measures the finished folder before it gets its name; what it raises undoes the conversion.
 
     Raises:
         UsageFault: For options that do not fit, or an existing `out`.
@@ -102,11 +111,14 @@ def convert(
     check_disk(out, checkpoint, plan)
     check_writable(out)
     digests = digest_of_source(checkpoint)
-    evidence = _calibrate(checkpoint, digests, plan)
+    evidence = gather_evidence(checkpoint, digests, plan)
     with FolderTransaction(out, overwrite=overwrite) as transaction, tempfile.TemporaryDirectory() as scratch:
-        work = _Work(checkpoint, plan, evidence, transaction.working, Path(scratch))
+        work = _Work(checkpoint, plan, evidence, transaction.working, Path(scratch), prediction)
         manifest = work.finish(work.write(), digests, environment, _warnings(checkpoint, plan, evidence))
         manifest.write(transaction.working)
+        if measure is not None:
+            manifest = with_measured(manifest, measure(transaction.working))
+            manifest.write(transaction.working)
         transaction.commit()
     return Conversion(out, plan, manifest)
 
@@ -157,7 +169,14 @@ def check_disk(out: Path, source: SourceCheckpoint, plan: ConversionPlan) -> Non
         )
 
 
-def _calibrate(source: SourceCheckpoint, digests: SourceDigests, plan: ConversionPlan) -> CalibrationEvidence | None:
+def gather_evidence(
+    source: SourceCheckpoint, digests: SourceDigests, plan: ConversionPlan
+) -> CalibrationEvidence | None:
+    """Read the calibration text and measure the source on it, or find the same measurement on disk.
+
+    Raises:
+        InputRefused: For text that cannot be used, or a tokenizer that is not the model's.
+    """
     spec = plan.calibration
     if spec is None:
         return None
@@ -210,6 +229,7 @@ class _Written:
     probe_ids: Tensor
     expected_logits: Tensor
     softmax_scale: float
+    prediction: PredictionRecord | None
 
 
 @dataclass(frozen=True)
@@ -221,6 +241,7 @@ class _Work:
     evidence: CalibrationEvidence | None
     folder: Path
     scratch: Path
+    prediction: PredictionRecord | None
 
     def write(self) -> _Written:
         """Convert and write every layer."""
@@ -230,7 +251,7 @@ class _Work:
         probe = ReferenceProbe.start(self.source, streamed, self.scratch, self.plan.seed)
         writer = TargetWriter(self.source, self.plan, ShardWriter(self.folder))
         writer.write_embedding()
-        layers, scale, hidden = [], 1.0, torch.empty(0)
+        layers, losses, scale, hidden = [], [], 1.0, torch.empty(0)
         for done in streamed.layers(probe.ids, "converting"):
             weights = self.source.layer_weights(done.layer)
             check_reading(weights, self.source.rope.frequencies, done, windows=1)
@@ -239,21 +260,33 @@ class _Work:
             writer.write_layer(done.layer, converted.weights)
             probe.advance(done.layer, converted.weights)
             layers.append(LayerRecord(converted.slots, converted.quality))
+            if statistics is not None and self.prediction is None and predictable(self.plan):
+                losses.append(layer_loss(self.plan, weights, statistics, converted))
             scale, hidden = weights.softmax_scale, done.hidden
         writer.write_head()
         config = stock_config(self.plan, self.source, form.selection.pairs)
         write_json(self.folder / "config.json", config)
         expected = streamed.logits(hidden) if self.plan.lossless else probe.logits(streamed)
-        return _Written(config, layers, writer, probe.ids, expected, scale)
+        prediction = prediction_record(combine(losses)) if losses else self.prediction
+        return _Written(config, layers, writer, probe.ids, expected, scale, prediction)
 
     def finish(
         self, written: _Written, digests: SourceDigests, environment: Environment, warnings: Sequence[str]
     ) -> ConversionManifest:
         """Copy what stays as it is, hold the files against the probe, and sum up."""
         sidecars = copy_sidecars(self.source.location.folder, self.folder)
+        text = None if self.evidence is None else LossProbe.measure(self.source, self.evidence.windows.ids)
         reload_check = check_reload(
-            self.folder, self.scratch, self.plan, written.softmax_scale, written.probe_ids, written.expected_logits
+            self.folder,
+            self.scratch,
+            self.plan,
+            written.softmax_scale,
+            written.probe_ids,
+            written.expected_logits,
+            text,
         )
+        loss = reload_check.calibration_loss
+        alarm = loss and chance_warning(loss.target, loss.uniform, loss.source, "its calibration text")
         return build_manifest(
             source=self.source,
             digests=digests,
@@ -268,6 +301,7 @@ class _Work:
             dtypes=written.writer.shards.dtypes,
             calibration=self.evidence,
             reload_check=reload_check,
+            prediction=written.prediction,
             environment=environment.finish(),
-            warnings=warnings,
+            warnings=[*warnings, *([alarm] if alarm else [])],
         )

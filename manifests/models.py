@@ -14,6 +14,7 @@ from mla_convert.manifests.digest import FileDigest
 from mla_convert.manifests.environment import Environment
 from mla_convert.manifests.identity import Profile, SemanticIdentity
 from mla_convert.manifests.layers import LayerReceipt
+from mla_convert.manifests.quality import CalibrationLoss, MeasuredRecord, PredictionRecord
 from mla_convert.manifests.record import Digest, Record, RelativePath, Sha256Hex
 
 MANIFEST_NAME = "mla_manifest.json"
@@ -112,6 +113,7 @@ class ReloadCheck(Record):
     passed: bool
     worst_layer: int | None
     layer_errors: tuple[float, ...]
+    calibration_loss: CalibrationLoss | None
 
 
 class Sidecar(Record):
@@ -141,6 +143,8 @@ class ConversionManifest(Record):
     calibration: CalibrationRecord | None
     split: SplitRecord
     reload_check: ReloadCheck
+    prediction: PredictionRecord | None
+    measured: MeasuredRecord | None
     outputs: OutputsRecord
     environment: Environment
     adaptation: None

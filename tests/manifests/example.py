@@ -221,6 +221,7 @@ def reload_check() -> models.ReloadCheck:
         passed=True,
         worst_layer=1,
         layer_errors=(1e-6, 2e-6),
+        calibration_loss=None,
     )
 
 
@@ -252,6 +253,8 @@ def manifest_of(
         calibration=calibration_record(),
         split=models.NO_SPLIT,
         reload_check=reload_check(),
+        prediction=None,
+        measured=None,
         outputs=models.OutputsRecord(
             files=files,
             sidecars=(models.Sidecar(path="tokenizer.json", sha256=tokenizer.sha256),),
