@@ -184,13 +184,13 @@ class _Request:
 
 
 def _run(request: _Request, *, overwrite: bool, dry_run: bool) -> ConvertResult | DryRun:
-    from mla_convert.cli.measure import HeldOut
     from mla_convert.convert.calibration_text import read_corpus
     from mla_convert.convert.checkpoint_writer import absolute, refuse_existing
     from mla_convert.convert.choose import choose
     from mla_convert.convert.inspection import preview_conversion
     from mla_convert.convert.planning import make_plan
     from mla_convert.convert.run import check_disk, convert, refuse_inside
+    from mla_convert.eval.held_out import HeldOut
 
     started = time.perf_counter()
     out, options = absolute(request.out), request.options

@@ -110,7 +110,10 @@ def print_expectation(prediction: PredictionRecord | None, plan: ConversionPlan)
     width = plan.kv_lora_rank + plan.qk_rope_head_dim
     rows = [
         ("chosen for", prediction.chosen_for or ""),
-        ("", f"{plan.qk_rope_head_dim}+{plan.kv_lora_rank} of width {width}; {len(prediction.candidates)} plans tried"),
+        (
+            "",
+            f"{plan.qk_rope_head_dim}+{plan.kv_lora_rank} of width {width}; plans tried: {len(prediction.candidates)}",
+        ),
         ("expected", _predicted(prediction)),
     ]
     Console(stderr=True).print(_grid(rows))

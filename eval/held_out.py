@@ -1,8 +1,7 @@
-"""Held-out text for `convert --measure`: checked before the conversion, run on its files before they get their name."""
+"""Held-out text for conversions yet to be made: checked before the work, run on the files when they are there."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,8 @@ from pathlib import Path
 from mla_convert.convert.calibration_text import read_corpus
 from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.options import ConvertOptions
-from mla_convert.errors import CheckFailed
 from mla_convert.eval import defaults
 from mla_convert.eval.evaluate import EvalOptions, Prepared, evaluate_target, prepare
-from mla_convert.eval.evaluation import Evaluation
 from mla_convert.eval.text import refuse_overlap, shared_documents
 from mla_convert.manifests.quality import MeasuredRecord
 
@@ -48,30 +45,5 @@ class HeldOut:
         return cls(prepared)
 
     def __call__(self, folder: Path) -> MeasuredRecord:
-        """Evaluate a converted folder."""
-        return measured_record(evaluate_target(self.prepared, folder))
-
-
-def measured_record(done: Evaluation) -> MeasuredRecord:
-    """The manifest's `measured` of an evaluation.
-
-    Raises:
-        CheckFailed: If the target is so bad that its perplexity is no finite number.
-    """
-    figures = done.figures
-    if not all(math.isfinite(value) for value in vars(figures).values()):
-        raise CheckFailed("the written checkpoint's perplexity on the held-out text is not finite", where="--measure")
-    return MeasuredRecord(
-        kl=figures.kl,
-        perplexity=figures.target_perplexity,
-        source_perplexity=figures.source_perplexity,
-        ratio=figures.ratio,
-        top1_agreement=figures.top1_agreement,
-        text=done.text.names,
-        text_sha256=done.text.sha256,
-        tokens=done.text.tokens,
-        scored_tokens=done.text.scored_tokens,
-        window=done.seq_len,
-        stride=done.stride,
-        seed=done.seed,
-    )
+        """Evaluate a converted folder, for its manifest."""
+        return evaluate_target(self.prepared, folder).record()
