@@ -107,18 +107,22 @@ def draw(report: FrontierReport, path: Path) -> None:
     axes.axvline(report.source.bytes_per_token, color=SOURCE, linestyle="--", linewidth=1, label=source_label(report))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    _name_bytes(axes, report)
+    _name_ticks(axes, report)
     axes.set_xlabel(f"cache bytes per token, all layers ({report.points[0].dtype})")
     axes.set_ylabel("KL(source ‖ target), nats per token")
     axes.set_title(title_of(report), fontsize=11)
     axes.grid(visible=True, which="both", alpha=0.25)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     # Without pyplot there is no window and no global state: a figure saves itself with the Agg backend.
     figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
 
 
-def _name_bytes(axes: Any, report: FrontierReport) -> None:
-    """Ticks at the sizes that occur, as numbers instead of powers of two."""
+def _name_ticks(axes: Any, report: FrontierReport) -> None:
+    """Ticks at the sizes that occur and at 1, 2 and 5 times powers of ten, as plain numbers."""
+    from matplotlib.ticker import LogLocator
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
     sizes = sorted({report.source.bytes_per_token, *(point.bytes_per_token for point in report.points)})
     axes.set_xticks(sizes, labels=[f"{size:,}" for size in sizes], fontsize=8)
     axes.minorticks_off()
