@@ -78,7 +78,7 @@ def test_a_list_of_widths_and_shares() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_bytes_are_those_of_the_dtype_that_is_written(pico: PicoFactory, dtype: str) -> None:
     source = open_source(str(pico(kv_heads=2)))
-    options = ConvertOptions(dtype=dtype, profile="hf", calibration=("text",))  # type: ignore[arg-type]
+    options = ConvertOptions(dtype=dtype, profile="hf", calibration=("text",))
     limits = width_limits(source, options)
 
     itemsize = 4 if dtype == "float32" else 2
