@@ -41,44 +41,51 @@ mla-convert frontier SOURCE --calibration books/ --text heldout.txt --widths 192
 """
 COLUMNS = ("plan", "width", "bytes", "predicted KL", "KL", "ppl", "ratio", "95 %", "top-1")
 
+CalibrationText = Annotated[
+    list[str],
+    typer.Option(metavar="PATH", help="Text file, JSONL, folder of them, or datasets:NAME. Can be repeated."),
+]
+Widths = Annotated[
+    str, typer.Option(metavar="N,N%,…", help="Cached numbers per token and layer, or shares of the source's.")
+]
+HeldOutText = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATH", help="Held-out text, for the source's perplexity and --measure. Can be repeated."),
+]
+Measure = Annotated[bool, typer.Option("--measure", help="Measure the best split of each width.")]
+MeasureAll = Annotated[bool, typer.Option("--measure-all", help="Measure every split.")]
+Recipe = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Published method to measure at each width as well. Can be repeated."),
+]
+Slots = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,…",
+        help="Rotary slots to try at each width; a slot is two numbers.",
+        show_default="an eighth to a half of the width",
+    ),
+]
+MaxTokens = Annotated[int, typer.Option(min=2, help="Tokens of held-out text.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Picture of KL against cache bytes per token.")]
+
 
 def command(
     source: Source,
-    calibration: Annotated[
-        list[str],
-        typer.Option(metavar="PATH", help="Text file, JSONL, folder of them, or datasets:NAME. Can be repeated."),
-    ],
-    widths: Annotated[
-        str,
-        typer.Option(metavar="N,N%,…", help="Cached numbers per token and layer, or shares of the source's."),
-    ],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATH", help="Held-out text, for the source's perplexity and --measure. Can be repeated."),
-    ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure the best split of each width.")] = False,
-    measure_all: Annotated[bool, typer.Option("--measure-all", help="Measure every split.")] = False,
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Published method to measure at each width as well. Can be repeated."),
-    ] = None,
-    slots: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Rotary slots to try at each width; a slot is two numbers.",
-            show_default="eighths to a half of the width",
-        ),
-    ] = None,
+    calibration: CalibrationText,
+    widths: Widths,
+    text: HeldOutText = None,
+    measure: Measure = False,
+    measure_all: MeasureAll = False,
+    recipe: Recipe = None,
+    slots: Slots = None,
     profile: Profile = "auto",
     dtype: Dtype = "source",
     calibration_tokens: CalibrationTokens = CALIBRATION_TOKENS,
     calibration_window: CalibrationWindow = CALIBRATION_WINDOW,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of held-out text.")] = defaults.MAX_TOKENS,
+    max_tokens: MaxTokens = defaults.MAX_TOKENS,
     text_field: TextField = "text",
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Picture of KL against cache bytes per token.")
-    ] = None,
+    plot: Plot = None,
     revision: Revision = None,
     seed: Seed = 0,
     json_output: JsonFlag = False,
