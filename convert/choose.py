@@ -205,6 +205,30 @@ def search_widths(source: SourceCheckpoint, options: ConvertOptions) -> tuple[in
     return tuple(widths)
 
 
+def goal_widths(source: SourceCheckpoint, options: ConvertOptions, goal: Goal) -> tuple[int, ...]:
+    """Widths among which a goal chooses, ascending; headers alone are read.
+
+    Raises:
+        UsageFault: For a goal out of range, with the legal range.
+        InputRefused: If no profile carries any width.
+    """
+    if goal.max_kl is None:
+        return (goal_width(goal, width_limits(source, options)),)
+    return search_widths(source, options)
+
+
+def widest_plan(source: SourceCheckpoint, options: ConvertOptions, goal: Goal) -> ConversionPlan:
+    """One plan as wide as a goal allows: what headers and options alone refuse of a goal is refused here.
+
+    Raises:
+        UsageFault: As `goal_widths`, and for options that leave nothing to predict.
+        InputRefused: As `goal_widths`.
+    """
+    plan = split_plans(source, options, goal_widths(source, options, goal)[-1])[0]
+    refuse_unpredictable(plan, str(goal))
+    return plan
+
+
 def choose(source: SourceCheckpoint, options: ConvertOptions, goal: Goal) -> Choice:
     """Pick the plan that is predicted to lose least within a goal.
 
@@ -217,16 +241,10 @@ def choose(source: SourceCheckpoint, options: ConvertOptions, goal: Goal) -> Cho
         UsageFault: For a goal out of range, with the legal range, or options that leave nothing to predict.
         InputRefused: If no profile carries the source, or the text cannot be used.
     """
-    if goal.max_kl is None:
-        widths: tuple[int, ...] = (goal_width(goal, width_limits(source, options)),)
-    else:
-        widths = search_widths(source, options)
     # Whatever the width, every plan of these options is calibrated on the same windows.
-    sample = split_plans(source, options, widths[-1])[0]
-    refuse_unpredictable(sample, str(goal))
-    evidence = gather_evidence(source, digest_of_source(source), sample)
+    evidence = gather_evidence(source, digest_of_source(source), widest_plan(source, options, goal))
     assert evidence is not None  # a predictable plan has calibration text
-    search = Search(source, options, evidence.store)
+    search, widths = Search(source, options, evidence.store), goal_widths(source, options, goal)
     best = search.best(widths[0]) if goal.max_kl is None else search.narrowest(goal.max_kl, widths)
     chosen = replace(
         options,

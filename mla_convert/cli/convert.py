@@ -186,7 +186,7 @@ class _Request:
 def _run(request: _Request, *, overwrite: bool, dry_run: bool) -> ConvertResult | DryRun:
     from mla_convert.convert.calibration_text import read_corpus
     from mla_convert.convert.checkpoint_writer import absolute, refuse_existing
-    from mla_convert.convert.choose import choose
+    from mla_convert.convert.choose import choose, widest_plan
     from mla_convert.convert.inspection import preview_conversion
     from mla_convert.convert.planning import make_plan
     from mla_convert.convert.run import check_disk, convert, refuse_inside
@@ -197,17 +197,15 @@ def _run(request: _Request, *, overwrite: bool, dry_run: bool) -> ConvertResult 
     refuse_existing(out, overwrite=overwrite)
     checkpoint = open_revision(request.source, request.revision)
     refuse_inside(out, checkpoint.location.folder)
-    plan = None if request.goal is not None else make_plan(checkpoint, options)
-    if plan is not None:
-        check_disk(out, checkpoint, plan)
+    goal = request.goal
+    plan = make_plan(checkpoint, options) if goal is None else widest_plan(checkpoint, options, goal)
+    check_disk(out, checkpoint, plan)
     held_out, choice = None, None
     if request.measure and not dry_run:
         held_out = HeldOut.of(checkpoint, request.measure, options, request.measure_tokens)
-    if request.goal is not None:
-        choice = choose(checkpoint, options, request.goal)
+    if goal is not None:
+        choice = choose(checkpoint, options, goal)
         options, plan = choice.options, choice.best.plan
-        check_disk(out, checkpoint, plan)
-    assert plan is not None  # either made from the widths or chosen
     preview = preview_conversion(checkpoint, plan, out)
     if dry_run:
         for text in (*options.calibration, *request.measure):
