@@ -32,9 +32,9 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
     """
     shape = source.shape
     slots = _rope_slots(shape, options)
-    attention_dtype = _attention_dtype(source, options)
+    attention_dtype = output_dtype(source, options)
     policy = "high" if options.lossless else options.rope_policy
-    norm = _norm_route(options, attention_dtype)
+    norm = norm_route(options, attention_dtype)
     padded_rope = None if options.pad_cache is None else options.pad_cache[1]
     demand = Demand(policy, slots, attention_dtype, padded_rope, constant_channel=options.latent_norm == "constant")
     profile = _profile(source, options, demand)
@@ -136,7 +136,12 @@ def _profile(source: SourceCheckpoint, options: ConvertOptions, demand: Demand) 
     raise InputRefused("; ".join(f"{name}: {refusal(name, source, demand)}" for name in order), where="profile auto")
 
 
-def _attention_dtype(source: SourceCheckpoint, options: ConvertOptions) -> DtypeName:
+def output_dtype(source: SourceCheckpoint, options: ConvertOptions) -> DtypeName:
+    """Dtype of the new attention tensors.
+
+    Raises:
+        InputRefused: If the source's cannot be written.
+    """
     if options.dtype != "source":
         return options.dtype
     name = str(source.attention_dtype).removeprefix("torch.")
@@ -145,7 +150,12 @@ def _attention_dtype(source: SourceCheckpoint, options: ConvertOptions) -> Dtype
     return name  # type: ignore[return-value]
 
 
-def _norm_route(options: ConvertOptions, dtype: str) -> NormRoute:
+def norm_route(options: ConvertOptions, dtype: str) -> NormRoute:
+    """How the stock latent norm will be neutralised.
+
+    Raises:
+        UsageFault: If the route asked for does not fit the dtype.
+    """
     if options.latent_norm == "auto":
         return "constant" if dtype == "float16" else "epsilon"
     if options.latent_norm == "epsilon" and dtype == "float16":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from mla_convert.convert.calibration_evidence import CalibrationEvidence, calibr
 from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.latent_norm import LATENT_NORM_EPS, NeutralNorm
 from mla_convert.convert.layer import LayerQuality
+from mla_convert.convert.loss_check import chance_warning
 from mla_convert.convert.plan import ConversionPlan
+from mla_convert.convert.predict import PREDICTOR, Prediction
 from mla_convert.convert.rope_select import RopeSlots
 from mla_convert.manifests.check_config import derive_rotation
 from mla_convert.manifests.digest import (
@@ -52,6 +55,7 @@ from mla_convert.manifests.models import (
     Sidecar,
     SourceRecord,
 )
+from mla_convert.manifests.quality import CandidateRecord, MeasuredRecord, PredictionRecord
 from mla_convert.version import __version__
 
 # The head of a spectrum is enough to see what a rank cuts; whole spectra of large models are megabytes.
@@ -129,6 +133,7 @@ def build_manifest(
     dtypes: Sequence[str],
     calibration: CalibrationEvidence | None,
     reload_check: ReloadCheck,
+    prediction: PredictionRecord | None,
     environment: Environment,
     warnings: Sequence[str],
 ) -> ConversionManifest:
@@ -146,6 +151,8 @@ def build_manifest(
         calibration=None if calibration is None else calibration_record(plan, source, calibration),
         split=NO_SPLIT,
         reload_check=reload_check,
+        prediction=prediction,
+        measured=None,
         outputs=OutputsRecord(
             files=files,
             sidecars=tuple(Sidecar(path=path, sha256=by_path[path]) for path in sidecars),
@@ -155,6 +162,28 @@ def build_manifest(
         adaptation=None,
         warnings=tuple(warnings),
     )
+
+
+def prediction_record(
+    prediction: Prediction, chosen_for: str | None = None, candidates: Sequence[CandidateRecord] = ()
+) -> PredictionRecord:
+    """The manifest's `prediction`; the last two are given where the plan was chosen by it."""
+    return PredictionRecord(
+        predictor=PREDICTOR,
+        predicted_kl=prediction.kl,
+        per_layer=prediction.per_layer,
+        chosen_for=chosen_for,
+        candidates=tuple(candidates),
+    )
+
+
+def with_measured(manifest: ConversionManifest, measured: MeasuredRecord) -> ConversionManifest:
+    """A manifest with what was measured of its folder, and a warning where that is worse than chance."""
+    loss, source_loss = math.log(measured.perplexity), math.log(measured.source_perplexity)
+    uniform = math.log(manifest.identity.architecture.vocab_size)
+    alarm = chance_warning(loss, uniform, source_loss, ", ".join(measured.text))
+    warnings = (*manifest.warnings, *([alarm] if alarm else []))
+    return manifest.model_copy(update={"measured": measured, "warnings": warnings})
 
 
 def _identity(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mla_convert.convert.loss_check import LossProbe
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.reload_child import ProbeSettings, ReloadReport
 from mla_convert.convert.states import MEMORY_BUDGET_BYTES
@@ -28,6 +30,7 @@ def check_reload(
     ids: Tensor,
     logits: Tensor,
     whole_model_bytes: int = MEMORY_BUDGET_BYTES,
+    text: LossProbe | None = None,
 ) -> ReloadCheck:
     """Load `folder` with stock transformers in a fresh process and compare it on the probe batch.
 
@@ -42,14 +45,16 @@ def check_reload(
         ids: (B, T) probe tokens.
         logits: (B, T, V) the source's for a lossless plan, else the float64 reference's.
         whole_model_bytes: Largest model, in float32, that is loaded whole.
+        text: Calibration tokens to measure the loss on; None where the plan has no calibration text.
 
     Raises:
-        CheckFailed: If anything differs beyond the table of tolerances, naming the first layer and tensor.
+        CheckFailed: If anything differs beyond the table of tolerances, naming the first layer and tensor, or the
+            loss is not finite.
     """
     tolerance, layer_tolerance = RELOAD_RELATIVE[plan.attention_dtype], RELOAD_LAYER[plan.attention_dtype]
     settings = ProbeSettings(plan.residual_scale, softmax_scale, layer_tolerance, whole_model_bytes)
     (probe / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
-    save_file({"ids": ids.contiguous(), "logits": logits.float().contiguous()}, probe / "expected.safetensors")
+    _save_expected(probe, ids, logits, text)
     report = _run_child(folder, probe)
     largest = max(report.max_abs_logit, 1e-30)
     relative_error = report.max_abs_error / largest
@@ -61,6 +66,8 @@ def check_reload(
             found=f"{relative_error:.3g}, worst layer {worst}",
             where=report.first_difference or "logits",
         )
+    if report.loss is not None and not math.isfinite(report.loss):
+        raise CheckFailed("the written checkpoint's loss on the calibration text is not finite; it was deleted")
     return ReloadCheck(
         kind="lossless-vs-source" if plan.lossless else "lossy-vs-reference",
         probe_tokens=int(ids.numel()),
@@ -73,7 +80,15 @@ def check_reload(
         worst_layer=worst,
         layer_errors=report.layer_errors,
         whole_model=report.whole_model,
+        calibration_loss=None if text is None or report.loss is None else text.record(report.loss),
     )
+
+
+def _save_expected(probe: Path, ids: Tensor, logits: Tensor, text: LossProbe | None) -> None:
+    expected = {"ids": ids.contiguous(), "logits": logits.float().contiguous()}
+    if text is not None:
+        expected["loss_ids"] = text.ids.contiguous()
+    save_file(expected, probe / "expected.safetensors")
 
 
 def _run_child(folder: Path, probe: Path) -> ReloadReport:

@@ -55,6 +55,7 @@ class ReloadReport:
         layer_errors: Relative error of each layer's output, each fed the expected input.
         first_difference: The first layer and tensor beyond the tolerance, None if there is none.
         whole_model: Whether `from_pretrained` loaded the whole model too.
+        loss: Next-token loss on the window of text in the probe, nats per token; None where there is none.
     """
 
     loading_problems: tuple[str, ...]
@@ -63,6 +64,7 @@ class ReloadReport:
     layer_errors: tuple[float, ...]
     first_difference: str | None
     whole_model: bool
+    loss: float | None = None
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -76,7 +78,8 @@ def compare(folder: Path, probe: Path) -> ReloadReport:
 
     Args:
         folder: A written checkpoint.
-        probe: Folder with `settings.json`, `expected.safetensors` (`ids`, `logits`) and one file per layer.
+        probe: Folder with `settings.json`, `expected.safetensors` (`ids`, `logits`, and `loss_ids` where there is text)
+            and one file per layer.
 
     Raises:
         InputRefused: For weight files that cannot be read.
@@ -91,6 +94,7 @@ def compare(folder: Path, probe: Path) -> ReloadReport:
     with torch.inference_mode():
         hidden, errors, first = _compare_layers(written, probe, expected["ids"], settings)
         differences = [written.logit_difference(hidden, logits)]
+        loss = written.loss(expected["loss_ids"]) if "loss_ids" in expected else None
     whole = written.float32_bytes <= settings.whole_model_bytes
     if whole:
         model, problems = _load_whole(folder)
@@ -100,7 +104,7 @@ def compare(folder: Path, probe: Path) -> ReloadReport:
             differences.append((model(input_ids=expected["ids"], use_cache=False).logits - logits).abs().max())
     # Unlike Python's max, this one lets NaN through.
     largest = float(torch.stack([difference.double() for difference in differences]).max())
-    return ReloadReport((), largest, float(logits.abs().max()), errors, first, whole)
+    return ReloadReport((), largest, float(logits.abs().max()), errors, first, whole, loss)
 
 
 def _unloadable(problems: tuple[str, ...]) -> ReloadReport:
@@ -181,16 +185,37 @@ class _Written:
 
     def logit_difference(self, hidden: Tensor, expected: Tensor) -> Tensor:
         """Largest |Δlogit| of the last layer's output (B, T, D) against (B, T, V), some rows of the head at a time."""
+        differences, start = [], 0
+        for logits in self._logits(hidden):
+            differences.append((logits - expected[..., start : start + logits.shape[-1]]).abs().max())
+            start += logits.shape[-1]
+        return torch.stack(differences).max()
+
+    def loss(self, ids: Tensor) -> float:
+        """Mean negative log-likelihood of tokens 2 to T of (1, T), nats."""
+        positions = torch.arange(ids.shape[1])[None]
+        hidden = self.embed(ids)
+        rope = self.rotary(hidden, positions)
+        for index in range(self.config.num_hidden_layers):
+            with self.layer(index) as layer:
+                hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rope)
+        total = torch.full(ids[0, 1:].shape, float("-inf"))  # (T - 1,), log-sum-exp over the rows so far
+        chosen, start = torch.zeros_like(total), 0
+        for logits in self._logits(hidden[:, :-1]):
+            total = torch.logaddexp(total, logits[0].logsumexp(-1))
+            local = ids[0, 1:] - start
+            inside = (local >= 0) & (local < logits.shape[-1])
+            chosen[inside] = logits[0, inside].gather(-1, local[inside, None])[:, 0]
+            start += logits.shape[-1]
+        return float((total - chosen).mean())
+
+    def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        """(B, T, D) output of the last layer -> (B, T, rows) float32, some rows of the head at a time."""
         norm = self.model.model.norm
         norm.load_state_dict({"weight": self.read(NORM)}, strict=True, assign=True)
         normed = norm(hidden)
-        head = self.files.read(self.model.all_tied_weights_keys.get(HEAD, HEAD))
-        differences, start = [], 0
-        for rows in row_blocks(head):
-            logits = normed @ rows.float().T
-            differences.append((logits - expected[..., start : start + len(rows)]).abs().max())
-            start += len(rows)
-        return torch.stack(differences).max()
+        for rows in row_blocks(self.files.read(self.model.all_tied_weights_keys.get(HEAD, HEAD))):
+            yield normed @ rows.float().T
 
 
 def _load_whole(folder: Path) -> tuple[Any, tuple[str, ...]]:

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,34 +25,35 @@ from mla_convert.convert.checkpoint_writer import (
     refuse_existing,
     write_json,
 )
-from mla_convert.convert.layer import LayerPlan, convert_layer
+from mla_convert.convert.closed_form import ClosedForm
+from mla_convert.convert.loss_check import LossProbe, chance_warning
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.phases import PhaseSeconds
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.planning import make_plan
+from mla_convert.convert.predict import combine, layer_loss, predictable
 from mla_convert.convert.probe import ReferenceProbe
 from mla_convert.convert.receipts import (
     LayerRecord,
     SourceDigests,
     build_manifest,
     digest_of_source,
+    prediction_record,
     unknown_config_keys,
+    with_measured,
 )
 from mla_convert.convert.reload_check import check_reload
-from mla_convert.convert.selection import Selection, select
 from mla_convert.convert.sidecars import copy_sidecars
 from mla_convert.convert.source_model import StreamedSource
 from mla_convert.convert.source_reading import check_reading
 from mla_convert.convert.states import MEMORY_BUDGET_BYTES
-from mla_convert.convert.statistics import LayerStatistics
 from mla_convert.convert.stock_layout import stock_config
 from mla_convert.convert.target import TargetWriter
 from mla_convert.convert.tokenizer import check_tokenizer
-from mla_convert.convert.weights import LayerWeights
 from mla_convert.errors import EnvironmentFault, UsageFault
 from mla_convert.manifests.environment import Environment, capture
 from mla_convert.manifests.models import ConversionManifest
-from mla_convert.mla.weights import MLALayerWeights
+from mla_convert.manifests.quality import MeasuredRecord, PredictionRecord
 
 # Head room for the index, the manifest and the file system's own needs.
 DISK_MARGIN = 1.05
@@ -83,6 +84,8 @@ def convert(
     overwrite: bool = False,
     command: Sequence[str] | None = None,
     memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
+    prediction: PredictionRecord | None = None,
+    measure: Callable[[Path], MeasuredRecord] | None = None,
 ) -> Conversion:
     """Convert a checkpoint.
 
@@ -94,6 +97,8 @@ def convert(
         command: Command line for the record; the process's own by default.
         memory_budget_bytes: Most bytes of hidden states to hold in memory, and the largest model that is loaded whole
             to check it; states past it go to disk, models past it are checked layer by layer. Changes no result.
+        prediction: What the plan is expected to lose, where it has been chosen by that; else it is predicted here.
+        measure: Measures the finished folder before it gets its name; what it raises undoes the conversion.
 
     Raises:
         UsageFault: For options that do not fit, or an existing `out`.
@@ -115,11 +120,14 @@ def convert(
     evidence = gather(checkpoint, digests, plan, memory_budget_bytes)
     calibrated = time.perf_counter()
     with FolderTransaction(out, overwrite=overwrite) as transaction, tempfile.TemporaryDirectory() as scratch:
-        work = _Work(checkpoint, plan, evidence, transaction.working, Path(scratch), memory_budget_bytes)
+        work = _Work(checkpoint, plan, evidence, transaction.working, Path(scratch), prediction, memory_budget_bytes)
         written = work.write()
         converted = time.perf_counter()
         manifest = work.finish(written, digests, environment, _warnings(checkpoint, plan, evidence))
         manifest.write(transaction.working)
+        if measure is not None:
+            manifest = with_measured(manifest, measure(transaction.working))
+            manifest.write(transaction.working)
         transaction.commit()
     forward = 0.0 if evidence is None else evidence.store.forward_seconds
     checked = time.perf_counter() - converted
@@ -206,6 +214,7 @@ class _Written:
     probe_ids: Tensor
     expected_logits: Tensor
     softmax_scale: float
+    prediction: PredictionRecord | None
 
 
 @dataclass(frozen=True)
@@ -217,38 +226,43 @@ class _Work:
     evidence: CalibrationEvidence | None
     folder: Path
     scratch: Path
+    prediction: PredictionRecord | None
     memory_budget_bytes: int
 
     def write(self) -> _Written:
         """Convert and write every layer."""
         store = None if self.evidence is None else self.evidence.store
-        selection = select(self.plan, self.source, store)
+        form = ClosedForm.of(self.source, self.plan, store)
         streamed = StreamedSource(self.source)
         probe = ReferenceProbe.start(self.source, streamed, self.scratch, self.plan.seed)
         writer = TargetWriter(self.source, self.plan, ShardWriter(self.folder))
         writer.write_embedding()
-        layers, scale, hidden = [], 1.0, torch.empty(0)
+        layers, losses, scale, hidden = [], [], 1.0, torch.empty(0)
         for done in streamed.layers(probe.ids, "converting"):
             (batch,) = done.batches
             weights = self.source.layer_weights(done.layer)
             check_reading(weights, self.source.rope.frequencies, batch, windows=1)
             statistics = None if store is None else store.load(done.layer)
-            converted, record = self.convert_one(weights, statistics, selection)
-            writer.write_layer(done.layer, converted)
-            probe.advance(done.layer, converted)
-            layers.append(record)
+            converted = form.convert(weights, statistics)
+            writer.write_layer(done.layer, converted.weights)
+            probe.advance(done.layer, converted.weights)
+            layers.append(LayerRecord(converted.slots, converted.quality))
+            if statistics is not None and self.prediction is None and predictable(self.plan):
+                losses.append(layer_loss(self.plan, weights, statistics, converted))
             scale, hidden = weights.softmax_scale, batch.hidden
         writer.write_head()
-        config = stock_config(self.plan, self.source, selection.pairs)
+        config = stock_config(self.plan, self.source, form.selection.pairs)
         write_json(self.folder / "config.json", config)
         expected = streamed.logits(hidden) if self.plan.lossless else probe.logits(streamed)
-        return _Written(config, layers, writer, probe.ids, expected, scale)
+        prediction = prediction_record(combine(losses)) if losses else self.prediction
+        return _Written(config, layers, writer, probe.ids, expected, scale, prediction)
 
     def finish(
         self, written: _Written, digests: SourceDigests, environment: Environment, warnings: Sequence[str]
     ) -> ConversionManifest:
         """Copy what stays as it is, hold the files against the probe, and sum up."""
         sidecars = copy_sidecars(self.source.location.folder, self.folder)
+        text = None if self.evidence is None else LossProbe.measure(self.source, self.evidence.windows.ids)
         reload_check = check_reload(
             self.folder,
             self.scratch,
@@ -257,7 +271,10 @@ class _Work:
             written.probe_ids,
             written.expected_logits,
             self.memory_budget_bytes,
+            text,
         )
+        loss = reload_check.calibration_loss
+        alarm = loss and chance_warning(loss.target, loss.uniform, loss.source, "its calibration text")
         return build_manifest(
             source=self.source,
             digests=digests,
@@ -272,25 +289,7 @@ class _Work:
             dtypes=written.writer.shards.dtypes,
             calibration=self.evidence,
             reload_check=reload_check,
+            prediction=written.prediction,
             environment=environment.finish(),
-            warnings=warnings,
+            warnings=[*warnings, *([alarm] if alarm else [])],
         )
-
-    def convert_one(
-        self, weights: LayerWeights, statistics: LayerStatistics | None, selection: Selection
-    ) -> tuple[MLALayerWeights, LayerRecord]:
-        """Resolve the plan for one layer and convert it."""
-        plan, slots = self.plan, selection.slots(statistics)
-        layer_plan = LayerPlan(
-            slots=slots,
-            qk_nope_head_dim=plan.qk_nope_head_dim,
-            kv_lora_rank=plan.useful_rank,
-            factorization=plan.factorization,
-            key_rank=plan.key_rank,
-            weighting=plan.weighting,
-            measured_gamma=plan.gamma == "measured",
-            output_constant=plan.attention_bias,
-            damping=0.0 if self.evidence is None else self.evidence.damping,
-        )
-        converted, quality = convert_layer(weights, statistics, self.source.rope.frequencies, layer_plan)
-        return converted, LayerRecord(slots, quality)

@@ -87,11 +87,11 @@ class Prepared:
     options: EvalOptions
 
 
-def prepare(source: str, texts: Sequence[str], options: EvalOptions) -> Prepared:
+def prepare(source: str | SourceCheckpoint, texts: Sequence[str], options: EvalOptions) -> Prepared:
     """Open the source, read the text and cut it into windows.
 
     Args:
-        source: Folder, GGUF file or Hub id.
+        source: Folder, GGUF file or Hub id, or an opened source.
         texts: Text sources as `read_corpus` takes them.
         options: What is wanted.
 
@@ -102,7 +102,7 @@ def prepare(source: str, texts: Sequence[str], options: EvalOptions) -> Prepared
     plan = options.window_plan
     if not texts:
         raise UsageFault("no text to evaluate on", expected="at least one --text")
-    opened = open_source(source)
+    opened = open_source(source) if isinstance(source, str) else source
     positions = int(opened.config.max_position_embeddings)
     if plan.seq_len > positions:
         raise UsageFault(

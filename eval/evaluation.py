@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
+from mla_convert.errors import CheckFailed
 from mla_convert.eval.bootstrap import Figures, Intervals, WindowScores
 from mla_convert.eval.cache_bytes import CacheMeasurement
 from mla_convert.eval.text import SharedDocument
 from mla_convert.manifests.environment import Environment
+from mla_convert.manifests.quality import MeasuredRecord
 
 EVALUATION_SCHEMA = "mla-convert/evaluation/v1"
 
@@ -95,6 +98,30 @@ class Evaluation:
     seed: int
     source_reused: bool
     environment: Environment
+
+    def record(self) -> MeasuredRecord:
+        """The figures and what they were measured on, as a manifest has them.
+
+        Raises:
+            CheckFailed: If the target is so bad that its perplexity is no finite number.
+        """
+        figures = self.figures
+        if not all(math.isfinite(value) for value in vars(figures).values()):
+            raise CheckFailed("the target's perplexity is not finite", where=", ".join(self.text.names))
+        return MeasuredRecord(
+            kl=figures.kl,
+            perplexity=figures.target_perplexity,
+            source_perplexity=figures.source_perplexity,
+            ratio=figures.ratio,
+            top1_agreement=figures.top1_agreement,
+            text=self.text.names,
+            text_sha256=self.text.sha256,
+            tokens=self.text.tokens,
+            scored_tokens=self.text.scored_tokens,
+            window=self.seq_len,
+            stride=self.stride,
+            seed=self.seed,
+        )
 
     def to_json(self) -> dict[str, object]:
         """The whole result; figures are unrounded, `kl` is `KL(source ‖ target)` in nats per token."""

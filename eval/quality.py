@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,16 @@ def score_windows(source: SourceStates, model: Any, windows: EvalWindows) -> Win
         rows.append((len(ids) - first, *sums.tolist()))
     columns = np.array(rows, dtype=np.float64).T
     return WindowScores(*columns)
+
+
+def source_perplexity(source: SourceStates, windows: EvalWindows) -> float:
+    """Perplexity of the source alone, on the tokens that `score_windows` scores."""
+    total = 0.0
+    for index in track(range(len(windows.ids)), "scoring the source", unit="window"):
+        ids, first = windows.ids[index], windows.first_scored[index]
+        states = source.window(index)[first - 1 : len(ids) - 1]
+        total += float(_score_window(states, source.head, states, source.head, ids[first:])[0])
+    return math.exp(total / windows.scored_tokens)
 
 
 def _refuse_not_finite(sums: Tensor, window: int) -> None:

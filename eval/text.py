@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -171,8 +172,14 @@ def overlap_with_calibration(manifest: ConversionManifest, corpora: Sequence[Cor
     """Documents of an evaluation text whose text or name is among those that calibration has read."""
     if manifest.calibration is None:
         return ()
-    names = {document.id for document in manifest.calibration.documents}
-    texts = {document.sha256 for document in manifest.calibration.documents}
+    documents = manifest.calibration.documents
+    return shared_documents({item.id for item in documents}, {item.sha256 for item in documents}, corpora)
+
+
+def shared_documents(
+    names: AbstractSet[str], texts: AbstractSet[str], corpora: Sequence[Corpus]
+) -> tuple[SharedDocument, ...]:
+    """Documents of `corpora` whose name or text digest is among those given."""
     found = []
     for corpus in corpora:
         for document in corpus.documents:

@@ -27,6 +27,7 @@ def check_records(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
     yield from _source(manifest)
     yield from _layers(manifest)
     yield from _reload_check(manifest)
+    yield from _quality(manifest)
     yield from same_fields("split", NO_SPLIT, manifest.split)
 
 
@@ -81,6 +82,22 @@ def _slots(layer: LayerReceipt, prefix: str, frequencies: tuple[float, ...]) -> 
         elif not close(slot.frequency, frequencies[slot.slot]):
             subject = f"{prefix}.rope_slots (slot {slot.slot})"
             yield from expect(subject, frequencies[slot.slot], slot.frequency)
+
+
+def _quality(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
+    prediction, measured, loss = manifest.prediction, manifest.measured, manifest.reload_check.calibration_loss
+    arch = manifest.identity.architecture
+    if prediction is not None and prediction.candidates:
+        chosen = [
+            candidate.predicted_kl
+            for candidate in prediction.candidates
+            if (candidate.qk_rope_head_dim, candidate.kv_lora_rank) == (arch.qk_rope_head_dim, arch.kv_lora_rank)
+        ]
+        yield from expect("prediction.candidates (the plan)", [prediction.predicted_kl], chosen)
+    if measured is not None and not close(measured.ratio * measured.source_perplexity, measured.perplexity):
+        yield problem("invalid", "measured.ratio", "perplexity / source_perplexity", measured.ratio)
+    if loss is not None and not close(loss.uniform, math.log(arch.vocab_size)):
+        yield problem("invalid", "reload_check.calibration_loss.uniform", math.log(arch.vocab_size), loss.uniform)
 
 
 def _reload_check(manifest: ConversionManifest) -> Iterator[VerifyProblem]:

@@ -14,6 +14,7 @@ from mla_convert.manifests.digest import FileDigest
 from mla_convert.manifests.environment import Environment
 from mla_convert.manifests.identity import Profile, SemanticIdentity
 from mla_convert.manifests.layers import LayerReceipt
+from mla_convert.manifests.quality import CalibrationLoss, MeasuredRecord, PredictionRecord
 from mla_convert.manifests.record import Digest, Record, RelativePath, Sha256Hex
 
 MANIFEST_NAME = "mla_manifest.json"
@@ -138,6 +139,7 @@ class ReloadCheck(Record):
     worst_layer: int | None
     layer_errors: tuple[float, ...]
     whole_model: bool
+    calibration_loss: CalibrationLoss | None
 
 
 class Sidecar(Record):
@@ -167,6 +169,8 @@ class ConversionManifest(Record):
     calibration: CalibrationRecord | None
     split: SplitRecord
     reload_check: ReloadCheck
+    prediction: PredictionRecord | None
+    measured: MeasuredRecord | None
     outputs: OutputsRecord
     environment: Environment
     adaptation: None

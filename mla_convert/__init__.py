@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 from mla_convert.version import __version__
 
 if TYPE_CHECKING:
+    from mla_convert.convert.budget import Goal
     from mla_convert.convert.checkpoint import open_source
+    from mla_convert.convert.choose import choose as choose_plan
     from mla_convert.convert.inspection import inspect_source
     from mla_convert.convert.options import ConvertOptions
     from mla_convert.convert.planning import make_plan
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ConvertOptions",
     "EvalOptions",
+    "Goal",
     "__version__",
+    "choose_plan",
     "convert_checkpoint",
     "evaluate",
     "inspect_source",
@@ -41,6 +45,8 @@ __all__ = [
 _HOMES = {
     "ConvertOptions": ("convert.options", "ConvertOptions"),
     "EvalOptions": ("eval.evaluate", "EvalOptions"),
+    "Goal": ("convert.budget", "Goal"),
+    "choose_plan": ("convert.choose", "choose"),
     "convert_checkpoint": ("convert.run", "convert"),
     "evaluate": ("eval.evaluate", "evaluate"),
     "inspect_source": ("convert.inspection", "inspect_source"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_type_hints
 
@@ -14,7 +16,10 @@ from mla_convert.cli.common import Debug, JsonFlag, Seed, run_command
 from mla_convert.cli.convert_options import (
     CALIBRATION_TOKENS,
     CALIBRATION_WINDOW,
+    MEASURE_TOKENS,
     MEMORY_BUDGET,
+    Budget,
+    CacheBytes,
     Calibration,
     CalibrationLong,
     CalibrationTokens,
@@ -27,6 +32,9 @@ from mla_convert.cli.convert_options import (
     KvLoraRank,
     LatentNorm,
     Lossless,
+    MaxKL,
+    Measure,
+    MeasureTokens,
     MemoryBudget,
     Out,
     Overwrite,
@@ -36,13 +44,15 @@ from mla_convert.cli.convert_options import (
     RopePolicy,
     TextField,
     Weighting,
+    Width,
 )
-from mla_convert.cli.convert_result import ConvertResult, DryRun, print_preview
+from mla_convert.cli.convert_result import ConvertResult, DryRun, print_expectation, print_preview
 from mla_convert.cli.inspect import Revision, Source, open_revision
 from mla_convert.cli.plan_file import read_plan_file
 from mla_convert.errors import UsageFault
 
 if TYPE_CHECKING:
+    from mla_convert.convert.budget import Goal
     from mla_convert.convert.options import ConvertOptions
 
 HELP = (
@@ -53,6 +63,8 @@ HELP = (
 EXAMPLES = """
 mla-convert convert SOURCE OUT --lossless
 mla-convert convert SOURCE OUT --qk-rope-head-dim 40 --kv-lora-rank 152 --calibration books/
+mla-convert convert SOURCE OUT --budget 50% --calibration books/ --measure heldout.txt
+mla-convert convert SOURCE OUT --max-kl 0.1 --calibration books/
 mla-convert convert model.gguf OUT --rope-policy high --qk-rope-head-dim 48 --kv-lora-rank 144
 mla-convert convert SOURCE OUT --config plan.yaml --profile hf --dry-run --json
 """
@@ -60,6 +72,9 @@ mla-convert convert SOURCE OUT --config plan.yaml --profile hf --dry-run --json
 NOT_IN_PLAN_FILE = ("ctx", "source", "out", "config", "json_output", "debug", "return")
 # What a lossless plan leaves no choice of, and what only calibration text gives a meaning.
 SET_BY_LOSSLESS = ("rope_policy", "factorization", "key_rank", "weighting", "gamma", "calibration")
+# Each of these chooses the plan, so none goes with another or with what sets a width itself.
+GOALS = ("width", "budget", "cache_bytes", "max_kl")
+WIDTHS = ("lossless", "kv_lora_rank", "qk_rope_head_dim", "pad_cache", "key_rank")
 OF_CALIBRATION = ("calibration_tokens", "calibration_window", "calibration_long", "text_field")
 
 
@@ -93,6 +108,10 @@ def command(
     lossless: Lossless = False,
     kv_lora_rank: KvLoraRank = None,
     qk_rope_head_dim: QkRopeHeadDim = None,
+    width: Width = None,
+    budget: Budget = None,
+    cache_bytes: CacheBytes = None,
+    max_kl: MaxKL = None,
     profile: Profile = "auto",
     rope_policy: RopePolicy = "optimal",
     factorization: Factorization = "joint",
@@ -108,6 +127,8 @@ def command(
     dtype: Dtype = "source",
     pad_cache: PadCache = None,
     revision: Revision = None,
+    measure: Measure = None,
+    measure_tokens: MeasureTokens = MEASURE_TOKENS,
     seed: Seed = 0,
     memory_budget: MemoryBudget = MEMORY_BUDGET,
     dry_run: DryRunFlag = False,
@@ -142,42 +163,88 @@ def command(
             text_field=text_field,
             seed=seed,
         )
-        budget = _budget_bytes(memory_budget)
-        return _run(source, revision, out, options, overwrite=overwrite, dry_run=dry_run, budget=budget)
+        request = _Request(
+            source=source,
+            revision=revision,
+            out=out,
+            options=options,
+            goal=_goal(width, budget, cache_bytes, max_kl),
+            measure=tuple(measure or ()),
+            measure_tokens=measure_tokens,
+            memory_budget_bytes=_budget_bytes(memory_budget),
+        )
+        return _run(request, overwrite=overwrite, dry_run=dry_run)
 
     run_command(json_output, body, debug=debug)
 
 
-def _run(
-    source: str,
-    revision: str | None,
-    out: Path,
-    options: ConvertOptions,
-    *,
-    overwrite: bool,
-    dry_run: bool,
-    budget: int,
-) -> ConvertResult | DryRun:
+@dataclass(frozen=True)
+class _Request:
+    """One command line, read."""
+
+    source: str
+    revision: str | None
+    out: Path
+    options: ConvertOptions
+    goal: Goal | None
+    measure: tuple[str, ...]
+    measure_tokens: int
+    memory_budget_bytes: int
+
+
+def _run(request: _Request, *, overwrite: bool, dry_run: bool) -> ConvertResult | DryRun:
     from mla_convert.convert.calibration_run import check_texts
+    from mla_convert.convert.calibration_text import read_corpus
     from mla_convert.convert.checkpoint_writer import absolute, refuse_existing
+    from mla_convert.convert.choose import choose, widest_plan
     from mla_convert.convert.inspection import preview_conversion
     from mla_convert.convert.planning import make_plan
     from mla_convert.convert.run import check_disk, convert, refuse_inside
+    from mla_convert.eval.held_out import HeldOut
 
     started = time.perf_counter()
-    out = absolute(out)
+    out, options = absolute(request.out), request.options
     refuse_existing(out, overwrite=overwrite)
-    checkpoint = open_revision(source, revision)
+    checkpoint = open_revision(request.source, request.revision)
     refuse_inside(out, checkpoint.location.folder)
-    plan = make_plan(checkpoint, options)
+    goal = request.goal
+    plan = make_plan(checkpoint, options) if goal is None else widest_plan(checkpoint, options, goal)
     check_disk(out, checkpoint, plan)
+    held_out, choice = None, None
+    if request.measure and not dry_run:
+        held_out = HeldOut.of(checkpoint, request.measure, options, request.measure_tokens)
+    if goal is not None:
+        choice = choose(checkpoint, options, goal)
+        options, plan = choice.options, choice.best.plan
     preview = preview_conversion(checkpoint, plan, out)
     if dry_run:
         check_texts(checkpoint, plan)
+        for text in request.measure:
+            # A dataset may have to be downloaded, which writes to its cache.
+            if not text.startswith("datasets:"):
+                read_corpus(text, options.text_field)
         return DryRun(preview)
     print_preview(preview)
-    done = convert(checkpoint, out, options, overwrite=overwrite, memory_budget_bytes=budget)
+    expected = None if choice is None else choice.record()
+    print_expectation(expected, plan)
+    done = convert(
+        checkpoint,
+        out,
+        options,
+        overwrite=overwrite,
+        prediction=expected,
+        measure=held_out,
+        memory_budget_bytes=request.memory_budget_bytes,
+    )
     return ConvertResult(done, preview, time.perf_counter() - started)
+
+
+def _goal(width: int | None, budget: str | None, cache_bytes: int | None, max_kl: float | None) -> Goal | None:
+    from mla_convert.convert.budget import Goal, parse_share
+
+    share = None if budget is None else parse_share(budget, "--budget")
+    goal = Goal(width, share, cache_bytes, max_kl)
+    return None if goal == Goal() else goal
 
 
 def refuse_idle(ctx: typer.Context) -> None:
@@ -190,6 +257,9 @@ def refuse_idle(ctx: typer.Context) -> None:
     given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     asked = {name: ctx.params[name] for name in given}
     idle, reason, remedy = [], "", ""
+    refuse_two_widths(asked)
+    if "measure_tokens" in given and not asked.get("measure"):
+        raise UsageFault("--measure-tokens has no effect without --measure", remedy="Give --measure PATH, or drop it.")
     if asked.get("lossless"):
         idle, reason = [name for name in (*SET_BY_LOSSLESS, *OF_CALIBRATION) if name in given], "with --lossless"
         remedy = "Drop it."
@@ -199,6 +269,28 @@ def refuse_idle(ctx: typer.Context) -> None:
         remedy = "Give --calibration PATH, or drop it."
     if idle:
         raise UsageFault(f"{', '.join(map(_option, idle))} has no effect {reason}", remedy=remedy)
+
+
+def refuse_two_widths(asked: Mapping[str, object]) -> None:
+    """Refuse options that both say how wide the cache is to be, and a dry run that would have to calibrate.
+
+    Raises:
+        UsageFault: Naming them.
+    """
+    goals = [name for name in GOALS if asked.get(name) is not None]
+    if not goals:
+        return
+    others = [name for name in WIDTHS if asked.get(name)]
+    clashing = [*goals, *others]
+    if len(clashing) > 1:
+        raise UsageFault(
+            f"{' and '.join(map(_option, clashing))} each say how wide the cache is", remedy="Give one of them."
+        )
+    if asked.get("dry_run"):
+        raise UsageFault(
+            f"a dry run reads no weights, and {_option(goals[0])} chooses by predictions that need them",
+            remedy="mla-convert frontier prints the choice and writes no checkpoint.",
+        )
 
 
 def _option(name: str) -> str:

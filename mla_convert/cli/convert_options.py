@@ -16,6 +16,7 @@ GammaChoice = Literal["measured", "one"]
 NormChoice = Literal["auto", "epsilon", "constant"]
 DtypeChoice = Literal["source", "float32", "bfloat16", "float16"]
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 5120, 512
+MEASURE_TOKENS = 4096
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
 Lossless = Annotated[
@@ -24,6 +25,30 @@ Lossless = Annotated[
 ]
 KvLoraRank = Annotated[int | None, typer.Option(min=1, help="Width of the cached latent.")]
 QkRopeHeadDim = Annotated[int | None, typer.Option(min=2, help="Width of the cached rotary key; even.")]
+Width = Annotated[
+    int | None,
+    typer.Option(min=3, help="Sum of both widths; the split that is predicted to lose least is taken."),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(metavar="PERCENT", help="Most cached numbers, as a share of the source's, such as 25%."),
+]
+CacheBytes = Annotated[
+    int | None, typer.Option(min=1, help="Most cache bytes per token, all layers, in the dtype that is written.")
+]
+MaxKL = Annotated[
+    float | None,
+    typer.Option(
+        "--max-kl", min=0.0, metavar="NATS", help="Largest predicted KL per token; the narrowest cache that keeps it."
+    ),
+]
+Measure = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATH", help="Held-out text; the files are evaluated on it before OUT appears. Can be repeated."
+    ),
+]
+MeasureTokens = Annotated[int, typer.Option(min=2, help="Tokens of held-out text, with --measure.")]
 Profile = Annotated[
     ProfileChoice, typer.Option(help="Form of the output; auto takes engine where it can carry the plan, else hf.")
 ]

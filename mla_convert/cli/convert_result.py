@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from mla_convert.convert.inspection import Preview
-    from mla_convert.convert.plan import CalibrationSpec
+    from mla_convert.convert.plan import CalibrationSpec, ConversionPlan
     from mla_convert.convert.run import Conversion
+    from mla_convert.manifests.models import ConversionManifest
+    from mla_convert.manifests.quality import PredictionRecord
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class ConvertResult:
             "canonical_mla_id": manifest.canonical_mla_id,
             "reload_check": manifest.reload_check.model_dump(mode="json"),
             "layer_errors": self._layer_errors(),
+            "prediction": None if manifest.prediction is None else manifest.prediction.model_dump(mode="json"),
+            "measured": None if manifest.measured is None else manifest.measured.model_dump(mode="json"),
             "calibration": None if calibration is None else calibration.model_dump(mode="json", exclude={"documents"}),
             "warnings": manifest.warnings,
             "seconds": self.seconds,
@@ -75,6 +79,7 @@ class ConvertResult:
             if found is not None:
                 worst = f"worst {found['worst']:.3g} in layer {found['worst_layer']}"
                 rows.append((name.replace("_", " "), f"mean {found['mean']:.3g}, {worst}"))
+        rows += _loss_rows(manifest)
         rows += [("warning", warning) for warning in manifest.warnings]
         console.print(_grid([*rows, ("time", f"{self.seconds:.1f} s")]))
 
@@ -95,6 +100,44 @@ def print_preview(preview: Preview) -> None:
     from rich.console import Console
 
     Console(stderr=True).print(_grid(_plan_rows(preview)))
+
+
+def print_expectation(prediction: PredictionRecord | None, plan: ConversionPlan) -> None:
+    """Why this plan and what it is expected to lose, on standard error; nothing where the widths were given."""
+    from rich.console import Console
+
+    if prediction is None:
+        return
+    width = plan.kv_lora_rank + plan.qk_rope_head_dim
+    rows = [
+        ("chosen for", prediction.chosen_for or ""),
+        (
+            "",
+            f"{plan.qk_rope_head_dim}+{plan.kv_lora_rank} of width {width}; plans tried: {len(prediction.candidates)}",
+        ),
+        ("expected", _predicted(prediction)),
+    ]
+    Console(stderr=True).print(_grid(rows))
+
+
+def _predicted(prediction: PredictionRecord) -> str:
+    return f"KL {prediction.predicted_kl:.3g} nats per token, predicted by {prediction.predictor}"
+
+
+def _loss_rows(manifest: ConversionManifest) -> list[tuple[str, str]]:
+    """What was expected, and what was measured of it or that nothing was."""
+    rows = [] if manifest.prediction is None else [("expected", _predicted(manifest.prediction))]
+    loss, measured = manifest.reload_check.calibration_loss, manifest.measured
+    if loss is not None:
+        both = f"{loss.source:.3f} → {loss.target:.3f} nats per token on {loss.tokens} tokens of the calibration text"
+        rows.append(("loss", both))
+    if measured is not None:
+        figures = f"KL {measured.kl:.3g}, perplexity {measured.source_perplexity:.2f} → {measured.perplexity:.2f} "
+        figures += f"(× {measured.ratio:.4f}), top-1 {measured.top1_agreement:.1%}, on {measured.tokens:,} tokens"
+        rows.append(("measured", figures))
+    if loss is None and measured is None:
+        rows.append(("loss", "not measured: neither calibration text nor --measure was given"))
+    return rows
 
 
 def _plan_rows(preview: Preview) -> list[tuple[str, str]]:
@@ -142,7 +185,9 @@ def _grid(rows: list[tuple[str, str]]) -> RenderableType:
 
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
-        grid.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
+        grid.add_row(
+            Text(name, style="dim"), Text(value, overflow="fold", style="bold red" if name == "warning" else "")
+        )
     return grid
 
 

@@ -17,6 +17,7 @@ from mla_convert.version import __version__
 # In the order in which they are used. Their modules import only typer and `common` at the top.
 COMMANDS: Mapping[str, str] = {
     "inspect": "mla_convert.cli.inspect",
+    "frontier": "mla_convert.cli.frontier",
     "convert": "mla_convert.cli.convert",
     "verify": "mla_convert.cli.verify",
     "eval": "mla_convert.cli.eval",

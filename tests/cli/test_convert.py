@@ -22,6 +22,7 @@ from mla_convert.cli import inspect as cli_inspect
 from mla_convert.cli import verify as cli_verify
 from mla_convert.cli.convert_options import MEMORY_BUDGET
 from mla_convert.cli.main import build_app, run
+from mla_convert.convert.budget import Goal
 from mla_convert.convert.checkpoint_writer import HEADER_ROOM
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.states import MEMORY_BUDGET_BYTES
@@ -201,7 +202,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "unknown profile": ((*HIGH, "--profile", "vllm"), 2, ""),
     "unknown policy": ((*HIGH, "--rope-policy", "best"), 2, ""),
     "unknown dtype": ((*HIGH, "--dtype", "int8"), 2, ""),
-    "unknown option": ((*HIGH, "--budget", "50%"), 2, ""),
+    "unknown option": ((*HIGH, "--rank", "8"), 2, ""),
     "policy without text": (("--qk-rope-head-dim", "4", "--kv-lora-rank", "12"), 2, "needs calibration text"),
     "lossless with text": (("--lossless", "--calibration", "x"), 2, "--calibration has no effect with --lossless"),
     "lossless with policy": (("--lossless", "--rope-policy", "high"), 2, "--rope-policy has no effect"),
@@ -324,12 +325,9 @@ def test_every_option_but_the_files_own_can_stand_in_a_plan_file() -> None:
     hints = set(get_type_hints(cli_convert.command)) - set(cli_convert.NOT_IN_PLAN_FILE)
 
     assert {field.name for field in fields(ConvertOptions)} <= hints
-    assert hints - {field.name for field in fields(ConvertOptions)} == {
-        "revision",
-        "dry_run",
-        "overwrite",
-        "memory_budget",
-    }
+    goals, measured = {field.name for field in fields(Goal)}, {"measure", "measure_tokens"}
+    others = {"revision", "dry_run", "overwrite", "memory_budget"} | goals | measured
+    assert hints - {field.name for field in fields(ConvertOptions)} == others
 
 
 def test_choices_and_defaults_are_those_of_the_conversion() -> None:

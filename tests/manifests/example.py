@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mla_convert.manifests import identity as ids
-from mla_convert.manifests import models
+from mla_convert.manifests import models, quality
 from mla_convert.manifests.digest import (
     combined_digest,
     digest_files,
@@ -244,6 +245,40 @@ def reload_check() -> models.ReloadCheck:
         worst_layer=1,
         layer_errors=(1e-6, 2e-6),
         whole_model=True,
+        calibration_loss=quality.CalibrationLoss(source=2.0, target=2.5, tokens=7, uniform=math.log(17)),
+    )
+
+
+def prediction_record() -> quality.PredictionRecord:
+    """Two splits of width 10, of which the better is the architecture's."""
+    splits = ((4, 6, 0.2), (2, 8, 0.3))
+    return quality.PredictionRecord(
+        predictor="test/v1",
+        predicted_kl=0.2,
+        per_layer=(0.1, 0.1),
+        chosen_for="--width 10",
+        candidates=tuple(
+            quality.CandidateRecord(width=10, qk_rope_head_dim=rope, kv_lora_rank=rank, predicted_kl=kl)
+            for rope, rank, kl in splits
+        ),
+    )
+
+
+def measured_record() -> quality.MeasuredRecord:
+    """A measurement on held-out text."""
+    return quality.MeasuredRecord(
+        kl=0.25,
+        perplexity=10.0,
+        source_perplexity=8.0,
+        ratio=1.25,
+        top1_agreement=0.8,
+        text=("b.txt",),
+        text_sha256="5" * 64,
+        tokens=16,
+        scored_tokens=14,
+        window=8,
+        stride=8,
+        seed=0,
     )
 
 
@@ -275,6 +310,8 @@ def manifest_of(
         calibration=calibration_record(),
         split=models.NO_SPLIT,
         reload_check=reload_check(),
+        prediction=prediction_record(),
+        measured=measured_record(),
         outputs=models.OutputsRecord(
             files=files,
             sidecars=(models.Sidecar(path="tokenizer.json", sha256=tokenizer.sha256),),
