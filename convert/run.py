@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_convert.convert.attention_sample import sample_attention
 from mla_convert.convert.calibrate import calibrate
 from mla_convert.convert.calibration_text import read_corpus, sample_windows
 from mla_convert.convert.checkpoint import SourceCheckpoint, open_source
@@ -39,11 +40,10 @@ from mla_convert.convert.receipts import (
     unknown_config_keys,
 )
 from mla_convert.convert.reload_check import check_reload
-from mla_convert.convert.selection import Selection, select
+from mla_convert.convert.selection import Measured, Selection, needs_sample, select
 from mla_convert.convert.sidecars import copy_sidecars
 from mla_convert.convert.source_model import StreamedSource
 from mla_convert.convert.source_reading import check_reading
-from mla_convert.convert.statistics import LayerStatistics
 from mla_convert.convert.stock_layout import stock_config
 from mla_convert.convert.target import TargetWriter
 from mla_convert.convert.tokenizer import check_tokenizer, load_tokenizer
@@ -228,8 +228,7 @@ class _Work:
 
     def write(self) -> _Written:
         """Convert and write every layer."""
-        store = None if self.evidence is None else self.evidence.store
-        selection = select(self.plan, self.source, store)
+        selection = select(self.plan, self.source, self.measured())
         streamed = StreamedSource(self.source)
         probe = ReferenceProbe.start(self.source, streamed, self.scratch, self.plan.seed)
         writer = TargetWriter(self.source, self.plan, ShardWriter(self.folder))
@@ -238,14 +237,13 @@ class _Work:
         for done in streamed.layers(probe.ids, "converting"):
             weights = self.source.layer_weights(done.layer)
             check_reading(weights, self.source.rope.frequencies, done, windows=1)
-            statistics = None if store is None else store.load(done.layer)
-            converted, record = self.convert_one(weights, statistics, selection)
+            converted, record = self.convert_one(done.layer, weights, selection)
             writer.write_layer(done.layer, converted)
             probe.advance(done.layer, converted)
             layers.append(record)
             scale, hidden = weights.softmax_scale, done.hidden
         writer.write_head()
-        config = stock_config(self.plan, self.source, selection.pairs)
+        config = stock_config(self.plan, self.source, selection.grid)
         write_json(self.folder / "config.json", config)
         expected = streamed.logits(hidden) if self.plan.lossless else probe.logits(streamed)
         return _Written(config, layers, writer, probe.ids, expected, scale)
@@ -276,11 +274,21 @@ class _Work:
             warnings=warnings,
         )
 
+    def measured(self) -> Measured | None:
+        """What calibration measured, and attention inputs where the plan asks for them."""
+        if self.evidence is None:
+            return None
+        store, sample = self.evidence.store, None
+        if needs_sample(self.plan):
+            sample = sample_attention(self.source, store.digest, self.evidence.windows.ids)
+        return Measured(store, sample)
+
     def convert_one(
-        self, weights: LayerWeights, statistics: LayerStatistics | None, selection: Selection
+        self, layer: int, weights: LayerWeights, selection: Selection
     ) -> tuple[MLALayerWeights, LayerRecord]:
         """Resolve the plan for one layer and convert it."""
-        plan, slots = self.plan, selection.slots(statistics)
+        plan, slots = self.plan, selection.slots(layer, weights)
+        statistics = None if self.evidence is None else self.evidence.store.load(layer)
         layer_plan = LayerPlan(
             slots=slots,
             qk_nope_head_dim=plan.qk_nope_head_dim,
@@ -290,7 +298,11 @@ class _Work:
             weighting=plan.weighting,
             measured_gamma=plan.gamma == "measured",
             output_constant=plan.attention_bias,
-            damping=0.0 if self.evidence is None else self.evidence.damping,
+            damping=self.evidence.damping if self.evidence is not None and plan.damping == "auto" else 0.0,
+            centred=plan.centring == "auto",
+            balance=selection.balance(layer, weights, slots),
+            rank_rule=plan.rank_rule,
+            whole_keys=plan.rope_policy == "mean",
         )
-        converted, quality = convert_layer(weights, statistics, self.source.rope.frequencies, layer_plan)
+        converted, quality = convert_layer(weights, statistics, layer_plan)
         return converted, LayerRecord(slots, quality)

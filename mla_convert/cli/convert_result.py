@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from mla_convert.convert.inspection import Preview
+    from mla_convert.convert.plan import ConversionPlan
     from mla_convert.convert.run import Conversion
 
 
@@ -111,8 +112,9 @@ def _plan_rows(preview: Preview) -> list[tuple[str, str]]:
         ("", f"qk_nope_head_dim {plan.qk_nope_head_dim}, v_head_dim {plan.v_head_dim}"),
         ("cache", f"{numbers} numbers per token and layer ({share:.1%})"),
         ("", f"{before.bytes_per_token:,} → {after.bytes_per_token:,} bytes per token ({after.dtype})"),
-        ("rope policy", plan.rope_policy),
-        ("factorization", f"{plan.factorization}, weighting {plan.weighting}, gamma {plan.gamma}"),
+        ("recipe", plan.recipe or "none"),
+        ("rope policy", f"{plan.rope_policy}{_rope_details(plan)}"),
+        ("factorization", f"{plan.factorization}, weighting {plan.weighting}, gamma {plan.gamma}{_details(plan)}"),
         ("calibration", texts or "none"),
         ("latent norm", f"{plan.latent_norm} route"),
         ("residual", residual),
@@ -120,6 +122,19 @@ def _plan_rows(preview: Preview) -> list[tuple[str, str]]:
         ("writes", f"{_size(preview.weight_bytes)} of weights into {preview.out}{' (replaced)' * preview.overwrite}"),
         ("", ", ".join(preview.files)),
     ]
+
+
+def _rope_details(plan: ConversionPlan) -> str:
+    fold = "" if plan.freqfold is None else f", freqfold {plan.freqfold}"
+    return fold if plan.rope_stride == 1 else f"{fold}, stride {plan.rope_stride:g}"
+
+
+def _details(plan: ConversionPlan) -> str:
+    """What is not as it is without being asked for."""
+    named = (("balance", "none"), ("rank_rule", "spectra"), ("centring", "auto"), ("damping", "auto"))
+    return "".join(
+        f", {name.replace('_', ' ')} {getattr(plan, name)}" for name, usual in named if getattr(plan, name) != usual
+    )
 
 
 def _grid(rows: list[tuple[str, str]]) -> RenderableType:
