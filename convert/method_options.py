@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from mla_convert.convert.options import ConvertOptions
-from mla_convert.convert.plan import ProfileName, Weighting
+from mla_convert.convert.plan import Weighting
 from mla_convert.convert.rorope import legal_folds
 from mla_convert.convert.weights import AttentionShape
 from mla_convert.errors import UsageFault
@@ -13,21 +13,28 @@ from mla_convert.errors import UsageFault
 STRIDES = (0.5, 1.0, 2.0)
 
 
-def check_method(options: ConvertOptions, profile: ProfileName, weighting: Weighting) -> None:
+def check_stride(options: ConvertOptions) -> None:
+    """Refuse a stride that there is not, or that the policy does not use.
+
+    Raises:
+        UsageFault: With what there is.
+    """
+    if options.rope_stride not in STRIDES:
+        raise UsageFault("--rope-stride is out of range", expected="0.5, 1 or 2", found=str(options.rope_stride))
+    if options.rope_stride != 1 and (options.rope_policy != "optimal" or options.lossless):
+        raise UsageFault("--rope-stride is for --rope-policy optimal in the engine profile")
+
+
+def check_method(options: ConvertOptions, weighting: Weighting) -> None:
     """Refuse options that the rest of the plan leaves nothing to do.
 
     Args:
         options: With those of a recipe filled in.
-        profile: Resolved.
         weighting: Resolved.
 
     Raises:
         UsageFault: Naming the option and what it needs.
     """
-    if options.rope_stride not in STRIDES:
-        raise UsageFault("--rope-stride is out of range", expected="0.5, 1 or 2", found=str(options.rope_stride))
-    if options.rope_stride != 1 and (options.rope_policy != "optimal" or profile != "engine" or options.lossless):
-        raise UsageFault("--rope-stride is for --rope-policy optimal in the engine profile")
     if options.freqfold is not None and options.rope_policy != "rorope":
         raise UsageFault("--freqfold is for --rope-policy rorope")
     if options.rank_rule != "spectra" and (options.factorization != "split" or options.key_rank is not None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mla_convert.convert.checkpoint import SourceCheckpoint
-from mla_convert.convert.method_options import check_method, fold_of
+from mla_convert.convert.method_options import check_method, check_stride, fold_of
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.plan import (
     HEAD_POLICIES,
@@ -33,6 +33,7 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
     """
     shape = source.shape
     options = apply_recipe(options)
+    check_stride(options)
     slots = _rope_slots(shape, options)
     attention_dtype = _attention_dtype(source, options)
     policy = "high" if options.lossless else options.rope_policy
@@ -44,7 +45,7 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
     useful, stored, stored_rope = _widths(shape, options, slots, channel)
     weighting = _weighting(options)
     calibration = _calibration(options, int(source.config.max_position_embeddings))
-    check_method(options, profile, weighting)
+    check_method(options, weighting)
     mean_in_output = calibration is not None and options.centring == "auto"
     scale = residual_scale(profile, float(source.config.rms_norm_eps))
     return ConversionPlan(
