@@ -60,6 +60,11 @@ def _engine_refusal(source: SourceCheckpoint, demand: Demand) -> str | None:
         return "the engine profile has no bias for a constant channel; use --latent-norm epsilon or --profile hf"
     if demand.dtype == "float16":
         return "the engine profile cannot hold float16; use --dtype bfloat16 or float32, or --profile hf"
+    if demand.rope_stride * source.shape.num_kv_heads < 1:
+        return (
+            f"a rope stride of {demand.rope_stride:g} holds {round(1 / demand.rope_stride)} components of each pair, "
+            f"and the source has {source.shape.num_kv_heads} KV heads; use --rope-stride 1"
+        )
     if not geometric(source, demand):
         return (
             f"the engine profile holds one component per frequency on a geometric set, which policy "
@@ -86,9 +91,8 @@ def _engine_refusal(source: SourceCheckpoint, demand: Demand) -> str | None:
 
 
 def _most_slots(source: SourceCheckpoint, stride: float) -> int:
-    """Slots of `optimal` at a stride: every pair once, or below a stride of one as many components as heads."""
-    pairs, groups = source.shape.pairs, source.shape.num_kv_heads
-    return math.ceil(pairs / stride) if stride >= 1 else pairs * min(groups, round(1 / stride))
+    """Slots of `optimal` at a stride: one for every pair that it meets, or below one `1 / stride` for every pair."""
+    return math.ceil(source.shape.pairs / stride)
 
 
 def geometric(source: SourceCheckpoint, demand: Demand) -> bool:

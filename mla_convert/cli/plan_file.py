@@ -64,6 +64,8 @@ def _of_type(hint: Any, value: object, where: str) -> object:
         right, expected = isinstance(value, bool), "true or false"
     elif kind is int:
         right, expected = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    elif kind is float:
+        right, expected = isinstance(value, int | float) and not isinstance(value, bool), "a number"
     elif get_origin(kind) is Literal:
         right, expected = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
     elif get_origin(kind) is list:

@@ -159,6 +159,13 @@ def test_options_of_one_method_that_would_do_nothing_are_refused(
         make_plan(source, ConvertOptions(**{**WIDTHS, **calibrated, **options}))
 
 
+def test_one_key_head_has_no_second_component(pico: PicoFactory, calibrated: dict[str, Any]) -> None:
+    alone = open_source(str(pico(kv_heads=1)))
+
+    with pytest.raises(InputRefused, match="holds 2 components of each pair, and the source has 1 KV heads"):
+        make_plan(alone, ConvertOptions(profile="engine", rope_stride=0.5, **WIDTHS, **calibrated))
+
+
 @pytest.mark.parametrize("policy", ["greedy", "rorope"])
 def test_policies_that_measure_need_text(source: SourceCheckpoint, policy: Any) -> None:
     with pytest.raises(UsageFault, match=f"--rope-policy {policy} needs calibration text"):
