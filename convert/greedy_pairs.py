@@ -1,4 +1,4 @@
-"""EliteKV's RoPElite (arXiv 2503.01586, section 3.1, algorithm 1): pairs picked one by one for each key head.
+"""EliteKV's RoPElite (arXiv 2503.01586): pairs picked one by one for each key head.
 
 Each step adds the pair whose rotation brings the scores closest to those of full rotation, in mean absolute (L1)
 distance, while all pairs not yet picked stand still. The scores before the softmax are compared, causal ones alone.

@@ -67,9 +67,9 @@ PAPERS = {
     "low": "MHA2MLA (arXiv 2502.14837), section 3.1, S_low",
     "uniform": "MHA2MLA (arXiv 2502.14837), section 3.1, S_uniform",
     "2-norm": "MHA2MLA (arXiv 2502.14837), section 3.1, S_2-norm, one frequency list for all layers",
-    "greedy": "EliteKV (arXiv 2503.01586), section 3.1, RoPElite, one frequency list for all layers",
+    "greedy": "EliteKV (arXiv 2503.01586), RoPElite, one frequency list for all layers",
     "rorope": "TransMLA (arXiv 2502.07864), section 4.2, RoRoPE and FreqFold",
-    "mean": "X-EcoMLA (arXiv 2503.11132), section 3.2, columns in the order of pairs",
+    "mean": "X-EcoMLA (arXiv 2503.11132), SVD initialisation, columns in the order of pairs",
 }
 WEIGHTING_PAPERS = {"activation": "SVD-LLM (arXiv 2403.07378): covariance whitening"}
 
@@ -255,8 +255,9 @@ def _source_record(source: SourceCheckpoint, digests: SourceDigests) -> SourceRe
 
 
 def _method(plan: ConversionPlan, rerounded: Sequence[str], layers: Sequence[LayerRecord]) -> MethodRecord:
-    followed = None if plan.recipe in (None, "optimal") else RECIPES[plan.recipe].paper
-    papers = [followed, PAPERS.get(plan.rope_policy), WEIGHTING_PAPERS.get(plan.weighting)]
+    papers = [PAPERS.get(plan.rope_policy), WEIGHTING_PAPERS.get(plan.weighting)]
+    if plan.recipe is not None and plan.recipe != "optimal":
+        papers = [RECIPES[plan.recipe].paper]
     fold = None if plan.freqfold is None else len(layers[0].slots.mixes[0])
     padding = (
         f"{plan.kv_lora_rank}+{plan.qk_rope_head_dim} holds {plan.useful_rank}+{2 * plan.rope_slots}"

@@ -1,8 +1,8 @@
 """Published conversion methods by name: each sets the options that make up the method, and nothing else.
 
-Widths, profile, latent norm, dtype and calibration text stay the user's. Where a paper and its released code differ,
-the paper is followed, and the row says where. `tests/convert/transcriptions/` holds the papers' equations, written
-without this code, which the recipes are compared with.
+Widths, profile, FreqFold, latent norm, dtype and calibration text stay the user's. Where a paper and its released code
+differ, the paper is followed, and the row says where. `tests/convert/transcriptions/` holds the papers' equations,
+written without this code, which the recipes are compared with.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 "text; its balance is a ratio of channel norms, the paper's and ours of token norms",
                 settings={
                     "rope_policy": "rorope",
-                    "freqfold": "auto",
                     "factorization": "joint",
                     "weighting": "activation",
                     "balance": "transmla",
@@ -68,7 +67,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             ),
             Recipe(
                 name="care",
-                paper="CARE (arXiv 2603.17946), section 3: SVD whitened by the raw input covariance, keys and "
+                paper="CARE (arXiv 2603.17946): SVD whitened by the raw input covariance, keys and "
                 "values apart, ranks by the rank-plus-one priority",
                 differs="A stock checkpoint has one width, so keys and values compete for it within each layer and "
                 "layers do not; rotary keys as in the released code, which is TransMLA's (RoRoPE); the released code "
@@ -76,7 +75,6 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 "because nothing is inverted here",
                 settings={
                     "rope_policy": "rorope",
-                    "freqfold": "auto",
                     "factorization": "split",
                     "weighting": "activation",
                     "rank_rule": "care",
@@ -86,8 +84,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             ),
             Recipe(
                 name="x-ecomla",
-                paper="X-EcoMLA (arXiv 2503.11132), section 3.2: rotary key from the mean over key heads of the last "
-                "d_R columns, joint SVD of the whole keys and values, of which the first d_N columns are kept",
+                paper="X-EcoMLA (arXiv 2503.11132), SVD initialisation: rotary key from the mean over key heads of the "
+                "last d_R columns, joint SVD of the whole keys and values, of which the first d_N columns are kept",
                 differs="The paper does not say how columns are ordered; we order them by pair, so rotary rows keep "
                 "partner and frequency. The released code takes the last rows of half-split heads, pairs "
                 "neighbours among them and gives them new frequencies, which only training can repair. Ranks are "
@@ -97,7 +95,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             ),
             Recipe(
                 name="elitekv",
-                paper="EliteKV (arXiv 2503.01586), sections 3.1 (RoPElite, algorithm 1) and 3.2 (joint low-rank SVD)",
+                paper="EliteKV (arXiv 2503.01586): RoPElite, the greedy search, and the joint low-rank SVD",
                 differs="A stock checkpoint has one frequency list, so layers and heads vote for it; scores of a "
                 "sample of calibration windows are compared; the query heads of one key head are counted together",
                 settings={"rope_policy": "greedy", **_WEIGHT_SVD},

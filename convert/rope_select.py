@@ -245,7 +245,7 @@ def head_slots(shape: AttentionShape, heads_by_pair: tuple[tuple[int, ...], ...]
 
 
 def mean_slots(shape: AttentionShape, count: int, frequencies: Tensor) -> RopeSlots:
-    """The mean over the key heads of the `count` slowest pairs, the same for every head (X-EcoMLA, section 3.2).
+    """The mean over the key heads of the `count` slowest pairs, the same for every head (X-EcoMLA, arXiv 2503.11132).
 
     The paper takes the last `d_R` columns of a head. We read columns in the order in which a pair's two numbers are
     neighbours, so that each row keeps its partner and its frequency.

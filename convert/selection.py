@@ -124,7 +124,8 @@ class Selection:
 def key_value_balance(weights: LayerWeights, slots: RopeSlots, inputs: Tensor) -> float:
     """TransMLA's `α = E_t‖K_nope x_t‖ / E_t‖V x_t‖` (arXiv 2502.07864, section 4.3, equation 20).
 
-    The released code takes the mean over channels of each channel's norm over tokens instead.
+    Read as a ratio of norms, which makes them equal as the section asks; one of squared norms would not. The released
+    code takes the mean over channels of each channel's norm over tokens instead.
 
     Args:
         weights: Source layer.

@@ -131,6 +131,8 @@ def test_options_that_agree_with_a_recipe_are_kept() -> None:
     found = apply_recipe(ConvertOptions(recipe="mha2mla", weighting="weight", dtype="bfloat16", seed=5))
 
     assert (found.rope_policy, found.weighting, found.dtype, found.seed) == ("2-norm", "weight", "bfloat16", 5)
+    # The papers leave the fold to be tuned.
+    assert apply_recipe(ConvertOptions(recipe="transmla", freqfold="4")).freqfold == "4"
     assert apply_recipe(ConvertOptions(rope_policy="low")) == ConvertOptions(rope_policy="low")
 
 

@@ -1,4 +1,4 @@
-"""CARE (arXiv 2603.17946), section 3. SVD-LLM (2403.07378) whitens the same way, by a Cholesky factor."""
+"""CARE (arXiv 2603.17946). SVD-LLM (2403.07378) whitens the same way, by a Cholesky factor."""
 
 from __future__ import annotations
 

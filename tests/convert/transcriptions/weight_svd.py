@@ -38,7 +38,7 @@ def content_rows(layer: Layer, kept: list[set[int]]) -> Array:
 
 
 def joint_svd(layer: Layer, rotated: list[set[int]], rank: int) -> tuple[Array, Array]:
-    """MHA2MLA section 3.2 and EliteKV section 3.2: one SVD of the keys that are not rotated and the values."""
+    """MHA2MLA section 3.2 and EliteKV's joint decomposition: one SVD of unrotated keys and values."""
     keys = content_rows(layer, rotated)
     values = layer.values.reshape(-1, layer.values.shape[2])
     both = truncated(np.concatenate([keys, values]), rank)
@@ -52,7 +52,7 @@ def split_svd(layer: Layer, rotated: list[set[int]], key_rank: int, value_rank: 
 
 
 def ropelite(layer: Layer, windows: Array, group: int, count: int) -> list[int]:
-    """EliteKV's algorithm 1: each step measures every pair not yet chosen, on all causal scores of the key head."""
+    """EliteKV's greedy search: each step measures every pair not yet chosen, on all causal scores of the key head."""
     rep = len(layer.queries) // len(layer.keys)
     every, chosen = set(range(layer.pairs)), []
     for _ in range(count):
@@ -73,7 +73,7 @@ def ropelite(layer: Layer, windows: Array, group: int, count: int) -> list[int]:
 
 
 def x_ecomla(layer: Layer, slots: int, rank: int) -> tuple[Array, Array, Array]:
-    """X-EcoMLA section 3.2, with a head's columns in the order x_0 y_0 x_1 y_1 …
+    """X-EcoMLA's initialisation, with a head's columns in the order x_0 y_0 x_1 y_1 …
 
     Returns:
         Rotary rows (2·slots, D) and keys without rotation (G, d - 2·slots, D) in that order, values (G·d, D).
