@@ -72,7 +72,7 @@ def calibration_record(
         chat_template_sha256=evidence.chat_template_sha256,
         self_text=evidence.self_text,
         statistics_digest=evidence.store.digest,
-        damping=evidence.damping,
+        damping=evidence.damping if plan.damping == "auto" else 0.0,
         under_determined=evidence.tokens < source.shape.hidden_size,
     )
 

@@ -152,6 +152,29 @@ def split_ranks(keys: ContentMap, values: ContentMap, rank: int) -> tuple[int, i
     return rank - value_rank, value_rank
 
 
+def care_ranks(keys: ContentMap, values: ContentMap, rank: int) -> tuple[int, int]:
+    """How to share `rank` between keys and values by CARE's priority (arXiv 2603.17946, "rank plus one").
+
+    Starting from nothing, one rank at a time goes to where `σ_{r+1}² / Σ_{m>r} σ_m²`, the share of what is still lost
+    that the next rank would recover, is largest. The paper hands out one budget for the keys and one for the values
+    over all layers; a stock checkpoint has one width, so the two compete within each layer.
+    """
+    squares = [_truncated(target, 1)[2].square() for target in (keys, values)]
+    # (n,) each: tail[r] is what is lost at rank r.
+    tails = [square.flip(0).cumsum(0).flip(0) for square in squares]
+    given = [0, 0]
+    for _ in range(rank):
+        priority = [
+            float(square[r] / tail[r]) if r < len(square) and float(tail[r]) > 0 else -1.0
+            for square, tail, r in zip(squares, tails, given, strict=True)
+        ]
+        given[0 if priority[0] >= priority[1] else 1] += 1
+    return given[0], given[1]
+
+
+SPLIT_RULES = {"spectra": split_ranks, "care": care_ranks}
+
+
 def _energy(kept: Tensor, singular: Tensor) -> float:
     total = float(singular.square().sum())
     return float(kept.square().sum()) / total if total > 0 else 1.0

@@ -15,7 +15,7 @@ from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.checkpoint_writer import INDEX_NAME, SHARD_BYTES
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.plan import ConversionPlan, DtypeName, NormRoute, ProfileName, RopePolicy
-from mla_convert.convert.planning import legal_rope_step, make_plan
+from mla_convert.convert.planning import largest_rope_width, legal_rope_step, make_plan
 from mla_convert.convert.profiles import Demand, refusal
 from mla_convert.convert.receipts import unknown_config_keys
 from mla_convert.convert.run import estimated_bytes
@@ -157,7 +157,7 @@ class Inspection:
         biases: Attention projections that have one.
         tied: Whether the output head is the embedding.
         unknown_config_keys: Keys that no rule knows.
-        rope_widths: Legal `qk_rope_head_dim` for each policy.
+        rope_widths: Legal `qk_rope_head_dim` for each policy but `rorope`, whose widths divide the head size.
         rank_width: Legal `kv_lora_rank` at the smallest rotary width; `largest_rank` gives it for others.
         norm_route: How the stock latent norm would be neutralised.
         profiles: What each profile can carry.
@@ -211,8 +211,6 @@ def inspect_source(source: SourceCheckpoint) -> Inspection:
     biases = (name.removeprefix(prefix) for name in source.files.names if name.startswith(prefix))
     shape, route = source.shape, _norm_route(written)
     profiles = tuple(_profile_facts(name, source, written) for name in PROFILES)
-    steps = {policy: legal_rope_step(shape, policy) for policy in POLICIES}
-    everything = 2 * shape.num_kv_heads * shape.pairs
     return Inspection(
         location=source.location.given,
         kind=source.location.kind,
@@ -230,12 +228,17 @@ def inspect_source(source: SourceCheckpoint) -> Inspection:
         biases=tuple(sorted(name for name in biases if name.endswith(".bias"))),
         tied=source.tied,
         unknown_config_keys=unknown_config_keys(source),
-        rope_widths={policy: WidthRange(step, everything, step) for policy, step in steps.items()},
+        rope_widths={policy: _rope_range(shape, policy) for policy in POLICIES if policy != "rorope"},
         rank_width=WidthRange(1 + _channel(route), shape.useful_rank(2) + _channel(route), 1),
         norm_route=route,
         profiles=profiles,
         plans=_suggestions(source, profiles, dtype, written),
     )
+
+
+def _rope_range(shape: AttentionShape, policy: RopePolicy) -> WidthRange:
+    step = legal_rope_step(shape, policy)
+    return WidthRange(step, largest_rope_width(shape, policy), step)
 
 
 def source_cache(source: SourceCheckpoint) -> CacheFacts:

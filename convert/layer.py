@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_convert.convert.factorize import ContentMap, Factors, damped, joint, split, split_ranks
+from mla_convert.convert.factorize import SPLIT_RULES, ContentMap, Factors, damped, joint, split
+from mla_convert.convert.rope_rows import content_pairs, rotary_keys, rotary_queries, unrotated_keys
 from mla_convert.convert.rope_select import RopeSlots
 from mla_convert.convert.statistics import LayerStatistics, Moments
-from mla_convert.convert.weights import LayerWeights
+from mla_convert.convert.weights import AttentionShape, LayerWeights
 from mla_convert.mla.rope import from_pairs, to_pairs
 from mla_convert.mla.weights import MLALayerWeights
 
@@ -29,6 +30,12 @@ class LayerPlan:
         measured_gamma: Fold the measured constant of unrotated pairs into the queries; else the constant is 1.
         output_constant: Whether the profile can add a constant to the attention output.
         damping: Share of the mean input variance added to every direction.
+        centred: Judge keys about their mean, and values too where the profile can add it to the output. Published
+            methods use the raw second moment and keep no constant.
+        balance: `α`, by which the keys are divided before the decomposition and multiplied after it.
+        rank_rule: How `split` shares the rank without a key rank: `spectra`, or `care`.
+        whole_keys: Decompose the keys with their rotary rows and drop those afterwards; else decompose what the
+            slots leave.
     """
 
     slots: RopeSlots
@@ -40,6 +47,10 @@ class LayerPlan:
     measured_gamma: bool
     output_constant: bool
     damping: float
+    centred: bool = True
+    balance: float = 1.0
+    rank_rule: str = "spectra"
+    whole_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,16 +77,6 @@ class LayerQuality:
     energy_kept: float
     singular_values: tuple[float, ...]
     predicted_output_error: float | None
-
-
-def content_pairs(slots: RopeSlots, pairs: int, groups: int) -> tuple[tuple[int, ...], ...]:
-    """For each key head, the pairs that its slots do not rebuild completely and that stay content."""
-    rebuilt = torch.zeros(pairs, groups, groups, dtype=torch.complex128)  # (P, G, G): k ≈ rebuilt @ k
-    for slot, pair in enumerate(slots.pairs):
-        rebuilt[pair] += torch.outer(slots.synthesis[slot], slots.analysis[slot])
-    left = torch.eye(groups, dtype=torch.complex128) - rebuilt
-    open_pairs = left.abs().amax(-1) > 1e-9  # (P, G)
-    return tuple(tuple(torch.nonzero(open_pairs[:, group]).flatten().tolist()) for group in range(groups))
 
 
 def _content_rows(pairs: Tensor, kept: tuple[int, ...], width: int) -> Tensor:
@@ -150,19 +151,22 @@ def _content_maps(
     kept: tuple[tuple[int, ...], ...],
 ) -> tuple[ContentMap, ContentMap]:
     """Keys and values to factorise, each in the metric that the plan's weighting asks for."""
-    groups, width = weights.shape.num_kv_heads, plan.qk_nope_head_dim
+    shape = weights.shape
     value_rows = weights.v.flatten(0, 1)  # (G·d, D)
-    identity = torch.eye(weights.shape.hidden_size, dtype=torch.float64)
-    key_metric = torch.eye(key_rows.shape[0], dtype=torch.float64)
+    identity = torch.eye(shape.hidden_size, dtype=torch.float64)
+    key_metric = torch.eye(key_rows.shape[0], dtype=torch.float64) / plan.balance**2
     value_metric = torch.eye(value_rows.shape[0], dtype=torch.float64)
     key_covariance = value_covariance = identity
     if statistics is not None and plan.weighting != "weight":
         seen_keys, seen_values = _moments(statistics, plan)
         # A constant in the keys moves every score of a query alike; one in the values needs a place to go.
-        key_covariance = damped(seen_keys.covariance(centred=True), plan.damping)
-        value_covariance = damped(seen_values.covariance(centred=plan.output_constant), plan.damping)
+        key_covariance = damped(seen_keys.covariance(centred=plan.centred), plan.damping)
+        value_centred = plan.centred and plan.output_constant
+        value_covariance = damped(seen_values.covariance(centred=value_centred), plan.damping)
     if statistics is not None and plan.weighting == "output":
-        key_metric = _key_metric(statistics, gamma, kept, width, groups)
+        judged = (tuple(range(shape.pairs)),) * shape.num_kv_heads if plan.whole_keys else kept
+        width = key_rows.shape[0] // shape.num_kv_heads
+        key_metric = _key_metric(statistics, gamma, judged, width, shape.num_kv_heads)
         value_metric = _value_metric(weights, statistics)
     return (
         ContentMap(key_rows, key_metric, key_covariance),
@@ -186,7 +190,7 @@ def _output_bias(
     constant = torch.zeros(value_error.shape[0], dtype=torch.float64)  # (G·d,)
     if weights.v_bias is not None:
         constant = constant + weights.v_bias.flatten()
-    if statistics is not None and plan.weighting != "weight":
+    if statistics is not None and plan.weighting != "weight" and plan.centred:
         constant = constant + value_error @ _moments(statistics, plan)[1].mean
     per_head = constant.unflatten(0, (weights.shape.num_kv_heads, -1)).repeat_interleave(
         weights.shape.heads_per_group, dim=0
@@ -195,15 +199,39 @@ def _output_bias(
     return bias if weights.o_bias is None else bias + weights.o_bias
 
 
+def _kept_pairs(plan: LayerPlan, shape: AttentionShape) -> tuple[tuple[int, ...], ...]:
+    """For each key head, the pairs of its content rows."""
+    if not plan.whole_keys:
+        return content_pairs(plan.slots)
+    rotated = {pair for pairs in plan.slots.mixes for pair in pairs}
+    return (tuple(pair for pair in range(shape.pairs) if pair not in rotated),) * shape.num_kv_heads
+
+
+def _key_rows(weights: LayerWeights, residual: Tensor, kept: tuple[tuple[int, ...], ...], plan: LayerPlan) -> Tensor:
+    """(n, D) key rows of all heads to be decomposed."""
+    if plan.whole_keys:
+        return weights.k.flatten(0, 1)
+    width = plan.qk_nope_head_dim
+    return torch.cat([_content_rows(residual[g : g + 1], pairs, width) for g, pairs in enumerate(kept)]).flatten(0, 1)
+
+
+def _key_up(factors: Factors, kept: tuple[tuple[int, ...], ...], plan: LayerPlan, shape: AttentionShape) -> Tensor:
+    """(G, d_N, r) content keys from the latent."""
+    if not plan.whole_keys:
+        rows: Tensor = factors.key_up.unflatten(0, (shape.num_kv_heads, plan.qk_nope_head_dim))
+        return rows
+    whole = to_pairs(factors.key_up.unflatten(0, (shape.num_kv_heads, shape.head_dim)))  # (G, P, r)
+    return torch.cat([_content_rows(whole[g : g + 1], pairs, plan.qk_nope_head_dim) for g, pairs in enumerate(kept)])
+
+
 def convert_layer(
-    weights: LayerWeights, statistics: LayerStatistics | None, frequencies: Tensor, plan: LayerPlan
+    weights: LayerWeights, statistics: LayerStatistics | None, plan: LayerPlan
 ) -> tuple[MLALayerWeights, LayerQuality]:
     """Convert one layer.
 
     Args:
         weights: Source layer, float64.
         statistics: Calibration of this layer; None only where the plan needs none.
-        frequencies: (P,) the source's, radians per position.
         plan: Resolved choices.
 
     Returns:
@@ -216,51 +244,41 @@ def convert_layer(
         raise ValueError(f"weighting {plan.weighting!r} needs calibration statistics")
     shape, slots, width = weights.shape, plan.slots, plan.qk_nope_head_dim
     gamma = _gamma(weights, statistics, plan)
-    kept = content_pairs(slots, shape.pairs, shape.num_kv_heads)
-    slot_pairs = list(slots.pairs)
-    key_pairs, query_pairs = to_pairs(weights.k), to_pairs(weights.q)  # (G, P, D), (H, P, D)
-
-    k_rope = torch.einsum("sg,gsD->sD", slots.analysis, key_pairs[:, slot_pairs])
-    # conj(q) B z = conj(conj(B) q) z
-    spread = slots.synthesis.conj().T.repeat_interleave(shape.heads_per_group, dim=0)  # (H, m)
-    q_rope = spread[:, :, None] * query_pairs[:, slot_pairs]
-    residual = key_pairs.clone()
-    for slot, pair in enumerate(slot_pairs):
-        residual[:, pair] -= torch.outer(slots.synthesis[slot], k_rope[slot])
-    key_rows = torch.cat([_content_rows(residual[g : g + 1], kept[g], width) for g in range(shape.num_kv_heads)])
+    kept = _kept_pairs(plan, shape)
+    key_pairs = to_pairs(weights.k)  # (G, P, D)
+    k_rope = rotary_keys(slots, key_pairs)  # (m, D)
+    residual = unrotated_keys(slots, key_pairs, k_rope)
     q_nope, q_nope_bias = _query_content(weights, gamma, kept, width)
 
-    keys, values = _content_maps(weights, statistics, plan, key_rows.flatten(0, 1), gamma, kept)
+    key_rows = _key_rows(weights, residual, kept, plan)
+    keys, values = _content_maps(weights, statistics, plan, key_rows, gamma, kept)
     ranks = _split_ranks(plan, keys, values)
     factors = joint(keys, values, plan.kv_lora_rank) if ranks is None else split(keys, values, *ranks)
     value_error = values.rows - factors.value_up @ factors.down
+    k_bias, q_bias = weights.k_bias, weights.q_bias
     converted = MLALayerWeights(
         q_nope=q_nope,
         q_nope_bias=q_nope_bias,
-        q_rope=q_rope,
-        q_rope_bias=None if weights.q_bias is None else spread * to_pairs(weights.q_bias)[:, slot_pairs],
+        q_rope=rotary_queries(slots, to_pairs(weights.q)),
+        q_rope_bias=None if q_bias is None else rotary_queries(slots, to_pairs(q_bias)[..., None])[..., 0],
         k_rope=k_rope,
-        k_rope_bias=(
-            None
-            if weights.k_bias is None
-            else torch.einsum("sg,gs->s", slots.analysis, to_pairs(weights.k_bias)[:, slot_pairs])
-        ),
+        k_rope_bias=None if k_bias is None else rotary_keys(slots, to_pairs(k_bias)[..., None])[..., 0],
         latent=factors.down,
-        k_up=factors.key_up.unflatten(0, (shape.num_kv_heads, width)),
+        k_up=_key_up(factors, kept, plan, shape),
         v_up=factors.value_up.unflatten(0, (shape.num_kv_heads, shape.head_dim)),
         output=weights.o,
         output_bias=_output_bias(weights, statistics, plan, value_error),
-        frequencies=frequencies[slot_pairs],
+        frequencies=slots.frequencies,
         softmax_scale=weights.softmax_scale,
     )
-    return converted, _quality(weights, plan, keys, values, factors, ranks)
+    return converted, _quality(weights, plan, keys, values, factors, ranks, residual)
 
 
 def _split_ranks(plan: LayerPlan, keys: ContentMap, values: ContentMap) -> tuple[int, int] | None:
     if plan.factorization == "joint":
         return None
     if plan.key_rank is None:
-        return split_ranks(keys, values, plan.kv_lora_rank)
+        return SPLIT_RULES[plan.rank_rule](keys, values, plan.kv_lora_rank)
     return plan.key_rank, plan.kv_lora_rank - plan.key_rank
 
 
@@ -271,22 +289,34 @@ def _quality(
     values: ContentMap,
     factors: Factors,
     ranks: tuple[int, int] | None,
+    residual: Tensor,
 ) -> LayerQuality:
     key_fit, value_fit = factors.key_up @ factors.down, factors.value_up @ factors.down
     key_loss, value_loss = keys.error(key_fit), values.error(value_fit)
     zero_keys, zero_values = torch.zeros_like(keys.rows), torch.zeros_like(values.rows)
     weighted = plan.weighting != "weight"
+    predictable = plan.weighting == "output" and not plan.whole_keys
     return LayerQuality(
-        # Rotary rows are exact, so the whole error of the key map is the error of its content rows.
-        key_map_error=_ratio((keys.rows - key_fit).norm(), weights.k.norm()),
+        key_map_error=_ratio(_key_error(weights, plan, keys.rows - key_fit, residual).norm(), weights.k.norm()),
         value_map_error=_ratio((values.rows - value_fit).norm(), weights.v.norm()),
         weighted_key_error=_share(key_loss, keys.error(zero_keys)) if weighted else None,
         weighted_value_error=_share(value_loss, values.error(zero_values)) if weighted else None,
         split_ranks=ranks,
         energy_kept=factors.energy_kept,
         singular_values=tuple(float(value) for value in factors.singular_values),
-        predicted_output_error=key_loss + value_loss if plan.weighting == "output" else None,
+        predicted_output_error=key_loss + value_loss if predictable else None,
     )
+
+
+def _key_error(weights: LayerWeights, plan: LayerPlan, fit_error: Tensor, residual: Tensor) -> Tensor:
+    """Rows of the key map that the converted layer does not compute."""
+    if not plan.whole_keys:
+        # Rotary rows are exact, so the whole error of the key map is the error of its content rows.
+        return fit_error
+    error = to_pairs(fit_error.unflatten(0, (weights.shape.num_kv_heads, weights.shape.head_dim)))  # (G, P, D)
+    rotated = sorted({pair for pairs in plan.slots.mixes for pair in pairs})
+    error[:, rotated] = residual[:, rotated]
+    return error
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mla_convert.convert.plan import Factorization, Gamma, NormRoute, ProfileName, RopePolicy, Weighting
+from mla_convert.convert.plan import (
+    Balance,
+    Centring,
+    Damping,
+    Factorization,
+    FreqFold,
+    Gamma,
+    NormRoute,
+    ProfileName,
+    RankRule,
+    RecipeName,
+    RopePolicy,
+    Weighting,
+)
 
 DEFAULT_TOKENS = 5120
 DEFAULT_WINDOW = 512
@@ -36,6 +49,13 @@ class ConvertOptions:
         calibration_long: Windows of `LONG_WINDOW` tokens to measure on besides.
         text_field: Field of JSONL and dataset rows.
         seed: Of sampling and probes.
+        recipe: Published method whose options are to be set; see `recipes.py`.
+        freqfold: Of `rorope`; None takes `auto`.
+        rope_stride: Source pairs from one slot to the next, for `optimal` in `engine`: 0.5, 1 or 2.
+        balance: `transmla` equalises the norms of keys and values before they are decomposed together.
+        rank_rule: How `split` shares the rank without a key rank.
+        centring: `none` uses raw second moments, as published methods do.
+        damping: `none` adds nothing to covariances, as published methods have it.
     """
 
     lossless: bool = False
@@ -56,3 +76,10 @@ class ConvertOptions:
     calibration_long: int = 0
     text_field: str = "text"
     seed: int = 0
+    recipe: RecipeName | None = None
+    freqfold: FreqFold | None = None
+    rope_stride: float = 1.0
+    balance: Balance = "none"
+    rank_rule: RankRule = "spectra"
+    centring: Centring = "auto"
+    damping: Damping = "auto"

@@ -9,14 +9,24 @@ from pydantic import BaseModel, ConfigDict
 from mla_convert.manifests.digest import sha256_json
 
 ProfileName = Literal["engine", "hf", "full"]
-RopePolicy = Literal["optimal", "high", "low", "uniform", "2-norm"]
+RopePolicy = Literal["optimal", "high", "low", "uniform", "2-norm", "greedy", "rorope", "mean"]
+RecipeName = Literal["transmla", "mha2mla", "care", "x-ecomla", "elitekv", "optimal"]
+FreqFold = Literal["auto", "1", "2", "4", "8"]
 Factorization = Literal["joint", "split"]
 Weighting = Literal["output", "activation", "weight"]
 Gamma = Literal["measured", "one"]
 NormRoute = Literal["epsilon", "constant"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
-HEAD_POLICIES: tuple[RopePolicy, ...] = ("high", "low", "uniform", "2-norm")
+Balance = Literal["none", "transmla"]
+RankRule = Literal["spectra", "care"]
+Centring = Literal["auto", "none"]
+Damping = Literal["auto", "none"]
+
+# Policies that put every key head's pair in a slot of its own.
+HEAD_POLICIES: tuple[RopePolicy, ...] = ("high", "low", "uniform", "2-norm", "greedy")
+# Policies that rank pairs or components by what calibration measured.
+MEASURED_POLICIES: tuple[RopePolicy, ...] = ("optimal", "2-norm", "greedy", "rorope")
 
 
 class _Frozen(BaseModel):
@@ -81,6 +91,13 @@ class ConversionPlan(_Frozen):
         attention_dtype: Dtype of the new attention tensors.
         seed: Of calibration sampling and probes.
         calibration: None where no statistics are needed.
+        recipe: Name of the published method that set the options, or None.
+        freqfold: Neighbouring frequencies treated as one by `rorope`, `auto` to choose on calibration text.
+        rope_stride: Source pairs from one slot to the next where `optimal` fills the `engine` profile's grid.
+        balance: Scalar between keys and values before they are decomposed together.
+        rank_rule: How `split` shares the rank without a key rank.
+        centring: `none` judges inputs by their raw second moment and adds no mean to the output.
+        damping: `none` adds nothing to the input covariance.
     """
 
     family: str
@@ -107,6 +124,13 @@ class ConversionPlan(_Frozen):
     attention_dtype: DtypeName
     seed: int
     calibration: CalibrationSpec | None
+    recipe: RecipeName | None = None
+    freqfold: Literal["auto"] | int | None = None
+    rope_stride: float = 1.0
+    balance: Balance = "none"
+    rank_rule: RankRule = "spectra"
+    centring: Centring = "auto"
+    damping: Damping = "auto"
 
     @property
     def plan_id(self) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 
 from mla_convert.convert.checkpoint import SourceCheckpoint
+from mla_convert.convert.method_options import check_method, check_stride, fold_of
 from mla_convert.convert.options import LONG_WINDOW, ConvertOptions
 from mla_convert.convert.plan import (
+    HEAD_POLICIES,
+    MEASURED_POLICIES,
     SELF_TEXT,
     CalibrationSpec,
     ConversionPlan,
@@ -16,6 +19,7 @@ from mla_convert.convert.plan import (
     Weighting,
 )
 from mla_convert.convert.profiles import ENGINE_NORM_EPS, Demand, refusal, residual_scale
+from mla_convert.convert.recipes import apply_recipe
 from mla_convert.convert.weights import AttentionShape
 from mla_convert.errors import InputRefused, UsageFault
 
@@ -31,17 +35,21 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
         InputRefused: If no profile carries the source, or the one asked for does not.
     """
     shape = source.shape
+    options = apply_recipe(options)
+    check_stride(options)
     slots = _rope_slots(shape, options)
     attention_dtype = output_dtype(source, options)
     policy = "high" if options.lossless else options.rope_policy
     norm = norm_route(options, attention_dtype)
     padded_rope = None if options.pad_cache is None else options.pad_cache[1]
-    demand = Demand(policy, slots, attention_dtype, padded_rope, constant_channel=options.latent_norm == "constant")
+    demand = Demand(policy, slots, attention_dtype, padded_rope, options.latent_norm == "constant", options.rope_stride)
     profile = _profile(source, options, demand)
     channel = 1 if norm == "constant" else 0
     useful, stored, stored_rope = _widths(shape, options, slots, channel)
     weighting = _weighting(options)
     calibration = _calibration(options, int(source.config.max_position_embeddings))
+    check_method(options, weighting)
+    mean_in_output = calibration is not None and options.centring == "auto"
     scale = residual_scale(profile, float(source.config.rms_norm_eps))
     return ConversionPlan(
         family=source.family.name,
@@ -59,7 +67,7 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
         qk_nope_head_dim=_content_width(shape, policy, slots, stored_rope, attention_dtype),
         v_head_dim=shape.head_dim,
         q_lora_rank=shape.hidden_size + 1 if _has_query_bias(source) else None,
-        attention_bias=profile == "hf" and (source.has_bias or norm == "constant" or calibration is not None),
+        attention_bias=profile == "hf" and (source.has_bias or norm == "constant" or mean_in_output),
         latent_norm=norm,
         residual_scale=scale,
         rms_norm_eps=ENGINE_NORM_EPS if profile == "engine" else float(source.config.rms_norm_eps),
@@ -68,12 +76,24 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
         attention_dtype=attention_dtype,
         seed=options.seed,
         calibration=calibration,
+        recipe=options.recipe,
+        freqfold=fold_of(shape, options, slots),
+        rope_stride=options.rope_stride,
+        balance=options.balance,
+        rank_rule=options.rank_rule,
+        centring=options.centring,
+        damping=options.damping,
     )
 
 
 def legal_rope_step(shape: AttentionShape, policy: str) -> int:
     """`qk_rope_head_dim` must be a multiple of this: 2, or 2·G for policies that keep pairs per key head."""
-    return 2 if policy == "optimal" else 2 * shape.num_kv_heads
+    return 2 * shape.num_kv_heads if policy in HEAD_POLICIES else 2
+
+
+def largest_rope_width(shape: AttentionShape, policy: str) -> int:
+    """Largest `qk_rope_head_dim`: every pair of every key head, or for policies that mix the heads every pair once."""
+    return 2 * shape.pairs * (1 if policy in ("rorope", "mean") else shape.num_kv_heads)
 
 
 def _rope_slots(shape: AttentionShape, options: ConvertOptions) -> int:
@@ -85,10 +105,18 @@ def _rope_slots(shape: AttentionShape, options: ConvertOptions) -> int:
     if options.kv_lora_rank is None or options.qk_rope_head_dim is None:
         raise UsageFault("no widths given", expected="--lossless, or both --kv-lora-rank and --qk-rope-head-dim")
     step, width = legal_rope_step(shape, options.rope_policy), options.qk_rope_head_dim
-    if not step <= width <= 2 * everything or width % step:
+    largest = largest_rope_width(shape, options.rope_policy)
+    if not step <= width <= largest or width % step:
         raise UsageFault(
             f"--qk-rope-head-dim does not fit policy {options.rope_policy!r}",
-            expected=f"a multiple of {step} from {step} to {2 * everything}",
+            expected=f"a multiple of {step} from {step} to {largest}",
+            found=str(width),
+        )
+    if options.rope_policy == "rorope" and shape.pairs % (width // 2):
+        legal = [2 * count for count in range(1, shape.pairs + 1) if shape.pairs % count == 0]
+        raise UsageFault(
+            "--qk-rope-head-dim does not fit policy 'rorope', which keeps frequencies at a uniform stride",
+            expected=f"one of {', '.join(map(str, legal))}",
             found=str(width),
         )
     return width // 2
@@ -169,10 +197,10 @@ def _weighting(options: ConvertOptions) -> Weighting:
     weighting = options.weighting or ("output" if options.calibration else "weight")
     if weighting != "weight" and not options.calibration:
         raise UsageFault(f"--weighting {weighting} needs calibration text", remedy="Give --calibration PATH.")
-    if not options.calibration and options.rope_policy in ("optimal", "2-norm"):
+    if not options.calibration and options.rope_policy in MEASURED_POLICIES:
         raise UsageFault(
             f"--rope-policy {options.rope_policy} needs calibration text",
-            remedy="Give --calibration PATH, or use high, low or uniform.",
+            remedy="Give --calibration PATH, or use high, low, uniform or mean.",
         )
     return weighting
 
@@ -282,6 +310,9 @@ def _content_width(shape: AttentionShape, policy: str, slots: int, stored_rope: 
         return total - stored_rope
     if policy in ("high", "low", "uniform"):
         return shape.head_dim - 2 * slots // shape.num_kv_heads
+    if policy == "mean":
+        # The rotated pairs of every head are gone from the content, whatever their mean leaves of them.
+        return max(shape.head_dim - 2 * slots, EMPTY_CONTENT_WIDTH)
     return shape.head_dim
 
 

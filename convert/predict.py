@@ -17,6 +17,7 @@ from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.closed_form import ClosedForm, ConvertedLayer
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.rope_select import RopeSlots
+from mla_convert.convert.selection import Measured
 from mla_convert.convert.statistics import LayerStatistics
 from mla_convert.convert.weights import LayerWeights
 
@@ -39,7 +40,7 @@ class Prediction:
 
 def predictable(plan: ConversionPlan) -> bool:
     """Whether the closed form of a plan measures what `predict` adds up: it must weigh errors by the output."""
-    return plan.weighting == "output" and plan.calibration is not None
+    return plan.weighting == "output" and plan.rope_policy == "optimal" and plan.rope_stride != 0.5
 
 
 def predict(source: SourceCheckpoint, store: StatisticsStore, plan: ConversionPlan) -> Prediction:
@@ -50,11 +51,11 @@ def predict(source: SourceCheckpoint, store: StatisticsStore, plan: ConversionPl
         store: Statistics of the plan's calibration text.
         plan: A plan for which `predictable` holds.
     """
-    form = ClosedForm.of(source, plan, store)
+    form = ClosedForm.of(source, plan, Measured(store, None))
     losses = []
     for layer in range(source.num_layers):
         weights, statistics = source.layer_weights(layer), store.load(layer)
-        losses.append(layer_loss(plan, weights, statistics, form.convert(weights, statistics)))
+        losses.append(layer_loss(plan, weights, statistics, form.convert(layer, weights, statistics)))
     return combine(losses)
 
 
@@ -88,8 +89,7 @@ def rotation_loss(slots: RopeSlots, statistics: LayerStatistics, *, measured_gam
     power = (diagonal[:, : gamma.shape[1]] + diagonal[:, gamma.shape[1] :]) / 2  # (H, P)
     weight = (power * lost.clamp(min=0)).unflatten(0, (groups, -1)).sum(1).T  # (P, G)
     left = torch.eye(groups, dtype=torch.complex128).repeat(gamma.shape[1], 1, 1)  # (P, G, G)
-    for slot, pair in enumerate(slots.pairs):
-        left[pair] -= torch.outer(slots.synthesis[slot], slots.analysis[slot])
+    left = left - torch.einsum("spg,sph->pgh", slots.synthesis, slots.analysis)
     unrotated = torch.einsum("pgh,phk,pgk->pg", left, statistics.key_second, left.conj()).real
     return float((weight * unrotated).sum().clamp(min=0))
 

@@ -14,8 +14,9 @@ from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.latent_norm import LATENT_NORM_EPS, NeutralNorm
 from mla_convert.convert.layer import LayerQuality
 from mla_convert.convert.loss_check import chance_warning
-from mla_convert.convert.plan import ConversionPlan
+from mla_convert.convert.plan import HEAD_POLICIES, ConversionPlan
 from mla_convert.convert.predict import PREDICTOR, Prediction
+from mla_convert.convert.recipes import RECIPES
 from mla_convert.convert.rope_select import RopeSlots
 from mla_convert.manifests.check_config import derive_rotation
 from mla_convert.manifests.digest import (
@@ -66,6 +67,9 @@ PAPERS = {
     "low": "MHA2MLA (arXiv 2502.14837), section 3.1, S_low",
     "uniform": "MHA2MLA (arXiv 2502.14837), section 3.1, S_uniform",
     "2-norm": "MHA2MLA (arXiv 2502.14837), section 3.1, S_2-norm, one frequency list for all layers",
+    "greedy": "EliteKV (arXiv 2503.01586), RoPElite, one frequency list for all layers",
+    "rorope": "TransMLA (arXiv 2502.07864), section 4.2, RoRoPE and FreqFold",
+    "mean": "X-EcoMLA (arXiv 2503.11132), SVD initialisation, columns in the order of pairs",
 }
 WEIGHTING_PAPERS = {"activation": "SVD-LLM (arXiv 2403.07378): covariance whitening"}
 
@@ -146,7 +150,7 @@ def build_manifest(
         canonical_mla_id=canonical_mla_id(identity),
         identity=identity,
         source=_source_record(source, digests),
-        method=_method(plan, rerounded),
+        method=_method(plan, rerounded, layers),
         layers=tuple(_layer_receipt(index, record, source, plan) for index, record in enumerate(layers)),
         calibration=None if calibration is None else calibration_record(plan, source, calibration),
         split=NO_SPLIT,
@@ -265,8 +269,11 @@ def _source_record(source: SourceCheckpoint, digests: SourceDigests) -> SourceRe
     )
 
 
-def _method(plan: ConversionPlan, rerounded: Sequence[str]) -> MethodRecord:
+def _method(plan: ConversionPlan, rerounded: Sequence[str], layers: Sequence[LayerRecord]) -> MethodRecord:
     papers = [PAPERS.get(plan.rope_policy), WEIGHTING_PAPERS.get(plan.weighting)]
+    if plan.recipe is not None and plan.recipe != "optimal":
+        papers = [RECIPES[plan.recipe].paper]
+    fold = None if plan.freqfold is None else len(layers[0].slots.mixes[0])
     padding = (
         f"{plan.kv_lora_rank}+{plan.qk_rope_head_dim} holds {plan.useful_rank}+{2 * plan.rope_slots}"
         if plan.padded
@@ -288,20 +295,29 @@ def _method(plan: ConversionPlan, rerounded: Sequence[str]) -> MethodRecord:
         rerounded_tensors=tuple(rerounded),
         padding=padding,
         paper_contracts=tuple(paper for paper in papers if paper is not None),
+        recipe=plan.recipe,
+        freqfold=fold,
+        rope_stride=plan.rope_stride,
+        balance=plan.balance,
+        rank_rule=plan.rank_rule if plan.factorization == "split" else None,
+        centring=plan.centring,
     )
 
 
 def _layer_receipt(index: int, record: LayerRecord, source: SourceCheckpoint, plan: ConversionPlan) -> LayerReceipt:
-    quality, by_head = record.quality, plan.rope_policy != "optimal"
+    quality, by_head = record.quality, plan.rope_policy in HEAD_POLICIES
+    # A grid slot keeps its home pair; a fold counts the pair whose frequency it has.
+    homes = _home_pairs(record.slots, source)
     slots = tuple(
         RopeSlot(
             slot=slot,
-            pair=pair,
-            frequency=float(source.rope.frequencies[pair]),
+            pair=home,
+            frequency=float(record.slots.frequencies[slot]),
             component=None if by_head else record.slots.component[slot],
             kv_head=record.slots.component[slot] if by_head else None,
+            mixes=record.slots.mixes[slot],
         )
-        for slot, pair in enumerate(record.slots.pairs)
+        for slot, home in enumerate(homes)
     )
     key_rank, value_rank = quality.split_ranks or (None, None)
     return LayerReceipt(
@@ -319,3 +335,12 @@ def _layer_receipt(index: int, record: LayerRecord, source: SourceCheckpoint, pl
         predicted_output_error=quality.predicted_output_error,
         singular_values=quality.singular_values[:SINGULAR_VALUES_KEPT],
     )
+
+
+def _home_pairs(slots: RopeSlots, source: SourceCheckpoint) -> list[int]:
+    """Of the pairs that each slot combines, the one whose frequency is closest to the slot's."""
+    own = source.rope.frequencies.log()
+    return [
+        min(pairs, key=lambda pair: abs(float(own[pair] - slots.frequencies[slot].log())))
+        for slot, pairs in enumerate(slots.mixes)
+    ]

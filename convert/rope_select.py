@@ -1,8 +1,10 @@
 """Which rotary components stay rotary: published policies and the optimal one, as pure functions.
 
-A *slot* is one rotary pair of the single shared key row. Slot `s` belongs to one frequency and holds
-`z_s = A_s · k_{·,i}`, a complex-linear map over the `G` key heads; heads are rebuilt as `k_{g,i} ≈ Σ_s B_s[g] z_s`.
-Such maps commute with the rotation (math.md 1), so nothing is approximated beyond what no slot holds.
+A *slot* is one rotary pair of the single shared key row. Slot `s` turns at one frequency and holds
+`z_s = Σ_{i,g} A_s[i,g] k_{g,i}`, a complex-linear map over the source pairs and key heads; they are rebuilt as
+`k_{g,i} ≈ Σ_s B_s[i,g] z_s`. Maps over the heads of one pair commute with its rotation (math.md 1), so nothing is
+approximated beyond what no slot holds; a slot that mixes pairs, or turns at another frequency than its pair's, is an
+approximation by design.
 """
 
 from __future__ import annotations
@@ -21,17 +23,83 @@ class RopeSlots:
     """The rotary slots of one layer.
 
     Attributes:
-        pairs: Source pair of each slot, ascending (frequencies descending).
-        analysis: (m, G) complex, rows `A_s`.
-        synthesis: (m, G) complex, rows `B_s`.
-        component: Which component over the heads of its pair each slot holds: an eigenvector's rank, or for policies
-            that place single heads, the key head.
+        mixes: Source pairs that each slot combines, ascending.
+        frequencies: (m,) float64, radians per position at which each slot turns.
+        analysis: (m, P, G) complex128, `A_s`; zero outside the slot's pairs.
+        synthesis: (m, P, G) complex128, `B_s`; zero outside the slot's pairs.
+        component: Which component each slot holds: an eigenvector's rank, or for policies that place single heads,
+            the key head.
+        query_factor: (H, m) complex128, the constant `γ` that each query head puts before a slot that turns at
+            another frequency than its pair's, or None for one.
     """
 
-    pairs: tuple[int, ...]
+    mixes: tuple[tuple[int, ...], ...]
+    frequencies: Tensor
     analysis: Tensor
     synthesis: Tensor
     component: tuple[int, ...]
+    query_factor: Tensor | None = None
+
+    def blocks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """(source pairs, slots that combine just them) for each set of pairs: what can be computed apart."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for slot, pairs in enumerate(self.mixes):
+            found.setdefault(pairs, []).append(slot)
+        return tuple((pairs, tuple(slots)) for pairs, slots in found.items())
+
+
+def single_pair_slots(
+    pairs: tuple[int, ...],
+    frequencies: Tensor,
+    analysis: Tensor,
+    synthesis: Tensor,
+    component: tuple[int, ...],
+    source_pairs: int,
+) -> RopeSlots:
+    """Slots that each hold a component of one pair.
+
+    Args:
+        pairs: Source pair of each slot.
+        frequencies: (m,) radians per position.
+        analysis: (m, G) complex, over the heads of the slot's pair.
+        synthesis: (m, G) complex.
+        component: Of each slot.
+        source_pairs: `P`.
+    """
+    slots = list(range(len(pairs)))
+    spread = [
+        torch.zeros(len(pairs), source_pairs, rows.shape[1], dtype=torch.complex128) for rows in (analysis, synthesis)
+    ]
+    for target, rows in zip(spread, (analysis, synthesis), strict=True):
+        target[slots, list(pairs)] = rows
+    return RopeSlots(tuple((pair,) for pair in pairs), frequencies, spread[0], spread[1], component)
+
+
+@dataclass(frozen=True)
+class SlotGrid:
+    """The rotary slots that all layers share: a stock checkpoint has one list of frequencies.
+
+    Attributes:
+        pairs: Source pair of each slot, the one whose frequency it has or, on a denser grid, is close to.
+        frequencies: (m,) float64, radians per position.
+        stride: Source pairs from one slot to the next, where the slots lie on `ϑ_j = θ^(-2·stride·j/d)`.
+    """
+
+    pairs: tuple[int, ...]
+    frequencies: Tensor
+    stride: float
+
+
+def pair_grid(pairs: tuple[int, ...], frequencies: Tensor) -> SlotGrid:
+    """Slots at their pairs' own frequencies; `frequencies` (P,) are the source's."""
+    return SlotGrid(pairs, frequencies[list(pairs)], float(pairs[1] - pairs[0]) if len(pairs) > 1 else 1.0)
+
+
+def geometric_grid(theta: float, head_dim: int, count: int, stride: float) -> SlotGrid:
+    """`ϑ_j = θ^(-2·stride·j/d)`, what stock `default` rope can hold; strides below one give pairs several slots."""
+    steps = torch.arange(count, dtype=torch.float64) * stride
+    base = torch.tensor(theta, dtype=torch.float64)
+    return SlotGrid(tuple(int(step) for step in steps.tolist()), torch.pow(base, -2 * steps / head_dim), stride)
 
 
 def high_pairs(pairs: int, count: int) -> tuple[int, ...]:
@@ -139,35 +207,58 @@ def allocate_components(losses: Tensor, slots: int) -> tuple[int, ...]:
     return tuple(torch.bincount(order // total.shape[1], minlength=total.shape[0]).tolist())
 
 
-def component_slots(components: RotaryComponents, counts: tuple[int, ...]) -> RopeSlots:
-    """The leading `counts[i]` components of each pair as slots."""
+def component_slots(components: RotaryComponents, counts: tuple[int, ...], frequencies: Tensor) -> RopeSlots:
+    """The leading `counts[i]` components of each pair as slots.
+
+    Args:
+        components: Of one layer.
+        counts: Slots per pair.
+        frequencies: (m,) at which the slots turn: their pairs' own, or a grid close to them.
+    """
     index = [(pair, component) for pair, count in enumerate(counts) for component in range(count)]
     pairs, ranks = tuple(pair for pair, _ in index), tuple(component for _, component in index)
-    return RopeSlots(
-        pairs=pairs,
-        analysis=components.analysis[list(pairs), list(ranks)],
-        synthesis=components.synthesis[list(pairs), list(ranks)],
-        component=ranks,
+    return single_pair_slots(
+        pairs,
+        frequencies,
+        components.analysis[list(pairs), list(ranks)],
+        components.synthesis[list(pairs), list(ranks)],
+        ranks,
+        len(counts),
     )
 
 
-def head_slots(shape: AttentionShape, heads_by_pair: tuple[tuple[int, ...], ...]) -> RopeSlots:
+def head_slots(shape: AttentionShape, heads_by_pair: tuple[tuple[int, ...], ...], frequencies: Tensor) -> RopeSlots:
     """Slots that each hold one key head's pair untouched: MHA2MLA's per-head keys in one shared row.
 
     Args:
         shape: Source sizes.
         heads_by_pair: For each pair, the key heads whose pair is kept.
+        frequencies: (P,) the source's.
     """
     index = [(pair, head) for pair, heads in enumerate(heads_by_pair) for head in heads]
+    pairs = tuple(pair for pair, _ in index)
     single = torch.zeros(len(index), shape.num_kv_heads, dtype=torch.complex128)
     for slot, (_, head) in enumerate(index):
         single[slot, head] = 1
-    return RopeSlots(
-        pairs=tuple(pair for pair, _ in index),
-        analysis=single,
-        synthesis=single,
-        component=tuple(head for _, head in index),
-    )
+    component = tuple(head for _, head in index)
+    return single_pair_slots(pairs, frequencies[list(pairs)], single, single, component, shape.pairs)
+
+
+def mean_slots(shape: AttentionShape, count: int, frequencies: Tensor) -> RopeSlots:
+    """The mean over the key heads of the `count` slowest pairs, the same for every head (X-EcoMLA, arXiv 2503.11132).
+
+    The paper takes the last `d_R` columns of a head. We read columns in the order in which a pair's two numbers are
+    neighbours, so that each row keeps its partner and its frequency.
+
+    Args:
+        shape: Source sizes.
+        count: Slots.
+        frequencies: (P,) the source's.
+    """
+    pairs = low_pairs(shape.pairs, count)
+    ones = torch.ones(count, shape.num_kv_heads, dtype=torch.complex128)
+    analysis = ones / shape.num_kv_heads
+    return single_pair_slots(pairs, frequencies[list(pairs)], analysis, ones, (0,) * count, shape.pairs)
 
 
 def allocate_heads(scores: Tensor, per_head: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from mla_convert.convert.checkpoint_writer import (
     refuse_existing,
     write_json,
 )
-from mla_convert.convert.closed_form import ClosedForm
+from mla_convert.convert.closed_form import ClosedForm, measure_for
 from mla_convert.convert.loss_check import LossProbe, chance_warning
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.phases import PhaseSeconds
@@ -231,8 +231,8 @@ class _Work:
 
     def write(self) -> _Written:
         """Convert and write every layer."""
-        store = None if self.evidence is None else self.evidence.store
-        form = ClosedForm.of(self.source, self.plan, store)
+        measured = measure_for(self.source, self.plan, self.evidence)
+        form = ClosedForm.of(self.source, self.plan, measured)
         streamed = StreamedSource(self.source)
         probe = ReferenceProbe.start(self.source, streamed, self.scratch, self.plan.seed)
         writer = TargetWriter(self.source, self.plan, ShardWriter(self.folder))
@@ -242,8 +242,8 @@ class _Work:
             (batch,) = done.batches
             weights = self.source.layer_weights(done.layer)
             check_reading(weights, self.source.rope.frequencies, batch, windows=1)
-            statistics = None if store is None else store.load(done.layer)
-            converted = form.convert(weights, statistics)
+            statistics = None if measured is None else measured.store.load(done.layer)
+            converted = form.convert(done.layer, weights, statistics)
             writer.write_layer(done.layer, converted.weights)
             probe.advance(done.layer, converted.weights)
             layers.append(LayerRecord(converted.slots, converted.quality))
@@ -251,7 +251,7 @@ class _Work:
                 losses.append(layer_loss(self.plan, weights, statistics, converted))
             scale, hidden = weights.softmax_scale, batch.hidden
         writer.write_head()
-        config = stock_config(self.plan, self.source, form.selection.pairs)
+        config = stock_config(self.plan, self.source, form.selection.grid)
         write_json(self.folder / "config.json", config)
         expected = streamed.logits(hidden) if self.plan.lossless else probe.logits(streamed)
         prediction = prediction_record(combine(losses)) if losses else self.prediction

@@ -16,6 +16,7 @@ from torch import Tensor
 from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.latent_norm import NeutralNorm, neutralise, norm_bound
 from mla_convert.convert.plan import ConversionPlan
+from mla_convert.convert.rope_select import SlotGrid
 from mla_convert.mla.rope import default_frequencies
 from mla_convert.mla.weights import MLALayerWeights
 
@@ -152,19 +153,17 @@ def _query_detour(queries: Tensor, bias: Tensor | None, norm: NeutralNorm) -> di
     }
 
 
-def rope_parameters(plan: ConversionPlan, source: SourceCheckpoint, pairs: tuple[int, ...]) -> dict[str, Any]:
-    """`rope_parameters` of the target for slots that hold these source pairs.
+def rope_parameters(plan: ConversionPlan, source: SourceCheckpoint, grid: SlotGrid) -> dict[str, Any]:
+    """`rope_parameters` of the target for slots of these frequencies.
 
-    `engine`: stock `default`, `θ' = θ^(s·d_R/d)` for pairs `0, s, 2s, …` with `d_R` the stored width.
+    `engine`: stock `default`, `θ' = θ^(s·d_R/d)` for `ϑ_j = θ^(-2sj/d)` with `d_R` the stored width.
     `hf`: `longrope` with equal short and long factors, which names each slot's frequency.
     """
     theta, stored = source.rope.theta, plan.qk_rope_head_dim
     if plan.profile == "engine":
-        stride = pairs[1] - pairs[0] if len(pairs) > 1 else 1
-        return {"rope_type": "default", "rope_theta": theta ** (stride * stored / source.shape.head_dim)}
-    factors = torch.ones(stored // 2, dtype=torch.float64)
-    wanted = source.rope.frequencies[list(pairs)]
-    factors[: len(pairs)] = default_frequencies(theta, stored)[: len(pairs)] / wanted
+        return {"rope_type": "default", "rope_theta": theta ** (grid.stride * stored / source.shape.head_dim)}
+    factors, count = torch.ones(stored // 2, dtype=torch.float64), len(grid.pairs)
+    factors[:count] = default_frequencies(theta, stored)[:count] / grid.frequencies
     return {
         "rope_type": "longrope",
         "rope_theta": theta,
@@ -179,7 +178,7 @@ def rope_parameters(plan: ConversionPlan, source: SourceCheckpoint, pairs: tuple
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def stock_config(plan: ConversionPlan, source: SourceCheckpoint, pairs: tuple[int, ...]) -> dict[str, Any]:
+def stock_config(plan: ConversionPlan, source: SourceCheckpoint, grid: SlotGrid) -> dict[str, Any]:
     """`config.json` of a dense stock `deepseek_v3` checkpoint."""
     config, heads, layers = source.config, source.shape.num_heads, source.num_layers
     dtype = plan.attention_dtype if plan.dtype == "source" else plan.dtype
@@ -204,7 +203,7 @@ def stock_config(plan: ConversionPlan, source: SourceCheckpoint, pairs: tuple[in
         "initializer_range": float(config.initializer_range),
         "rms_norm_eps": plan.rms_norm_eps,
         "rope_interleave": True,
-        "rope_parameters": rope_parameters(plan, source, pairs),
+        "rope_parameters": rope_parameters(plan, source, grid),
         "tie_word_embeddings": plan.tie_word_embeddings,
         "use_cache": True,
         "dtype": dtype,

@@ -8,18 +8,24 @@ from mla_convert.manifests.record import Record
 
 
 class RopeSlot(Record):
-    """One rotated pair of the target's shared rotary row, and the source component that it carries."""
+    """One rotated pair of the target's shared rotary row, and the source component that it carries.
+
+    `mixes` are the source pairs that it combines, `pair` the one of them whose frequency is closest to `frequency`.
+    """
 
     slot: int = Field(ge=0)
     pair: int = Field(ge=0)
     frequency: float
     component: int | None
     kv_head: int | None
+    mixes: tuple[int, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _one_origin(self) -> RopeSlot:
         if (self.component is None) == (self.kv_head is None):
             raise ValueError("a slot carries either a component over the heads or one kv_head")
+        if self.pair not in self.mixes:
+            raise ValueError("the pair of a slot is one of those that it combines")
         return self
 
 

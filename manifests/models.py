@@ -54,6 +54,12 @@ class MethodRecord(Record):
     rerounded_tensors: tuple[str, ...]
     padding: str | None
     paper_contracts: tuple[str, ...]
+    recipe: str | None
+    freqfold: int | None = Field(gt=0)
+    rope_stride: float = Field(gt=0)
+    balance: str
+    rank_rule: str | None
+    centring: str
 
 
 class CalibrationText(Record):

@@ -41,3 +41,6 @@ NEUTRAL_NORM_CONSTANT = 1e-5
 HALF_OVER_SOURCE = 1.5
 """Error of a bf16 or fp16 target over that of its source in the same arithmetic: its queries, keys and values are
 rounded once more than the source's (measured: 0.9 to 1.1)."""
+
+TRANSCRIPTION = 1e-6
+"""A recipe beside its paper's equations in float64: the project's bar; PCA's squared condition leaves 1e-9."""

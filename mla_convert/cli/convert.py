@@ -18,15 +18,19 @@ from mla_convert.cli.convert_options import (
     CALIBRATION_WINDOW,
     MEASURE_TOKENS,
     MEMORY_BUDGET,
+    Balance,
     Budget,
     CacheBytes,
     Calibration,
     CalibrationLong,
     CalibrationTokens,
     CalibrationWindow,
+    Centring,
+    Damping,
     DryRunFlag,
     Dtype,
     Factorization,
+    FreqFold,
     Gamma,
     KeyRank,
     KvLoraRank,
@@ -41,7 +45,10 @@ from mla_convert.cli.convert_options import (
     PadCache,
     Profile,
     QkRopeHeadDim,
+    RankRule,
+    Recipe,
     RopePolicy,
+    RopeStride,
     TextField,
     Weighting,
     Width,
@@ -65,13 +72,28 @@ mla-convert convert SOURCE OUT --lossless
 mla-convert convert SOURCE OUT --qk-rope-head-dim 40 --kv-lora-rank 152 --calibration books/
 mla-convert convert SOURCE OUT --budget 50% --calibration books/ --measure heldout.txt
 mla-convert convert SOURCE OUT --max-kl 0.1 --calibration books/
+mla-convert convert SOURCE OUT --recipe transmla --qk-rope-head-dim 32 --kv-lora-rank 160 --calibration books/
 mla-convert convert model.gguf OUT --rope-policy high --qk-rope-head-dim 48 --kv-lora-rank 144
 mla-convert convert SOURCE OUT --config plan.yaml --profile hf --dry-run --json
 """
 
 NOT_IN_PLAN_FILE = ("ctx", "source", "out", "config", "json_output", "debug", "return")
 # What a lossless plan leaves no choice of, and what only calibration text gives a meaning.
-SET_BY_LOSSLESS = ("rope_policy", "factorization", "key_rank", "weighting", "gamma", "calibration")
+SET_BY_LOSSLESS = (
+    "recipe",
+    "rope_policy",
+    "factorization",
+    "key_rank",
+    "weighting",
+    "gamma",
+    "freqfold",
+    "rope_stride",
+    "balance",
+    "rank_rule",
+    "centring",
+    "damping",
+    "calibration",
+)
 # Each of these chooses the plan, so none goes with another or with what sets a width itself.
 GOALS = ("width", "budget", "cache_bytes", "max_kl")
 WIDTHS = ("lossless", "kv_lora_rank", "qk_rope_head_dim", "pad_cache", "key_rank")
@@ -113,11 +135,18 @@ def command(
     cache_bytes: CacheBytes = None,
     max_kl: MaxKL = None,
     profile: Profile = "auto",
+    recipe: Recipe = None,
     rope_policy: RopePolicy = "optimal",
     factorization: Factorization = "joint",
     key_rank: KeyRank = None,
     weighting: Weighting = None,
     gamma: Gamma = None,
+    freqfold: FreqFold = None,
+    rope_stride: RopeStride = 1.0,
+    balance: Balance = "none",
+    rank_rule: RankRule = "spectra",
+    centring: Centring = "auto",
+    damping: Damping = "auto",
     latent_norm: LatentNorm = "auto",
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = CALIBRATION_TOKENS,
@@ -162,6 +191,13 @@ def command(
             calibration_long=calibration_long,
             text_field=text_field,
             seed=seed,
+            recipe=recipe,
+            freqfold=freqfold,
+            rope_stride=rope_stride,
+            balance=balance,
+            rank_rule=rank_rule,
+            centring=centring,
+            damping=damping,
         )
         request = _Request(
             source=source,
@@ -248,11 +284,13 @@ def _goal(width: int | None, budget: str | None, cache_bytes: int | None, max_kl
 
 
 def refuse_idle(ctx: typer.Context) -> None:
-    """Refuse options that were given and would change nothing.
+    """Refuse options that were given and would change nothing, or that say something else than the recipe.
 
     Raises:
         UsageFault: Naming the option and what it needs.
     """
+    from mla_convert.convert.recipes import RECIPES, check_recipe
+
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     asked = {name: ctx.params[name] for name in given}
@@ -260,15 +298,21 @@ def refuse_idle(ctx: typer.Context) -> None:
     refuse_two_widths(asked)
     if "measure_tokens" in given and not asked.get("measure"):
         raise UsageFault("--measure-tokens has no effect without --measure", remedy="Give --measure PATH, or drop it.")
+    recipe = asked.get("recipe")
     if asked.get("lossless"):
         idle, reason = [name for name in (*SET_BY_LOSSLESS, *OF_CALIBRATION) if name in given], "with --lossless"
         remedy = "Drop it."
+    elif recipe is not None and not RECIPES[recipe].calibrated and asked.get("calibration"):
+        idle, reason = [name for name in ("calibration", *OF_CALIBRATION) if name in given], f"with --recipe {recipe}"
+        remedy = "The method measures nothing on text; drop it."
     elif not asked.get("calibration"):
         measured = ("gamma",) if asked.get("gamma") == "measured" else ()
         idle, reason = [name for name in (*OF_CALIBRATION, *measured) if name in given], "without calibration text"
         remedy = "Give --calibration PATH, or drop it."
     if idle:
         raise UsageFault(f"{', '.join(map(_option, idle))} has no effect {reason}", remedy=remedy)
+    if recipe is not None:
+        check_recipe(recipe, asked)
 
 
 def refuse_two_widths(asked: Mapping[str, object]) -> None:

@@ -9,7 +9,13 @@ import typer
 
 # The choices and defaults of `ConvertOptions`, whose module is too slow to import for `--help`.
 ProfileChoice = Literal["auto", "engine", "hf", "full"]
-PolicyChoice = Literal["optimal", "high", "low", "uniform", "2-norm"]
+PolicyChoice = Literal["optimal", "high", "low", "uniform", "2-norm", "greedy", "rorope", "mean"]
+RecipeChoice = Literal["transmla", "mha2mla", "care", "x-ecomla", "elitekv", "optimal"]
+FreqFoldChoice = Literal["auto", "1", "2", "4", "8"]
+BalanceChoice = Literal["none", "transmla"]
+RankRuleChoice = Literal["spectra", "care"]
+CentringChoice = Literal["auto", "none"]
+DampingChoice = Literal["auto", "none"]
 FactorizationChoice = Literal["joint", "split"]
 WeightingChoice = Literal["output", "activation", "weight"]
 GammaChoice = Literal["measured", "one"]
@@ -53,7 +59,8 @@ Profile = Annotated[
     ProfileChoice, typer.Option(help="Form of the output; auto takes engine where it can carry the plan, else hf.")
 ]
 RopePolicy = Annotated[
-    PolicyChoice, typer.Option(help="Which rotary components stay rotary; optimal and 2-norm need calibration text.")
+    PolicyChoice,
+    typer.Option(help="Which rotary components stay rotary; optimal, 2-norm, greedy and rorope need calibration text."),
 ]
 Factorization = Annotated[
     FactorizationChoice, typer.Option(help="One latent for keys and values together, or a part of it for each.")
@@ -75,6 +82,31 @@ Gamma = Annotated[
         help="Constant in place of a removed rotation.", show_default="measured with calibration text, else one"
     ),
 ]
+Recipe = Annotated[
+    RecipeChoice | None,
+    typer.Option(help="A method by name: sets rope policy, factorization, weighting, gamma and what belongs to them."),
+]
+FreqFold = Annotated[
+    FreqFoldChoice | None,
+    typer.Option(
+        help="Neighbouring frequencies that rorope treats as one; auto chooses on the calibration text.",
+        show_default="auto with --rope-policy rorope",
+    ),
+]
+RopeStride = Annotated[
+    float, typer.Option(help="Source pairs from one rotary slot to the next, optimal in engine: 0.5, 1 or 2.")
+]
+Balance = Annotated[
+    BalanceChoice, typer.Option(help="Equal norms of keys and values before they are decomposed together.")
+]
+RankRule = Annotated[
+    RankRuleChoice, typer.Option(help="How --factorization split shares the rank when no --key-rank is given.")
+]
+Centring = Annotated[
+    CentringChoice,
+    typer.Option(help="none judges inputs by raw second moments and adds no mean to the output, as papers do."),
+]
+Damping = Annotated[DampingChoice, typer.Option(help="none adds nothing to the covariance of the inputs.")]
 LatentNorm = Annotated[
     NormChoice,
     typer.Option(help="How the stock norm on the latent is neutralised; auto takes constant for float16 only."),

@@ -154,8 +154,9 @@ def _plan_rows(preview: Preview) -> list[tuple[str, str]]:
         ("", f"qk_nope_head_dim {plan.qk_nope_head_dim}, v_head_dim {plan.v_head_dim}"),
         ("cache", f"{numbers} numbers per token and layer ({share:.1%})"),
         ("", f"{before.bytes_per_token:,} → {after.bytes_per_token:,} bytes per token ({after.dtype})"),
-        ("rope policy", plan.rope_policy),
-        ("factorization", f"{plan.factorization}, weighting {plan.weighting}, gamma {plan.gamma}"),
+        ("recipe", plan.recipe or "none"),
+        ("rope policy", f"{plan.rope_policy}{_rope_details(plan)}"),
+        ("factorization", f"{plan.factorization}, weighting {plan.weighting}, gamma {plan.gamma}{_details(plan)}"),
         *_calibration_rows(plan.calibration),
         ("latent norm", f"{plan.latent_norm} route"),
         ("residual", residual),
@@ -177,6 +178,19 @@ def _calibration_rows(spec: CalibrationSpec | None) -> list[tuple[str, str]]:
         long = f"and {tokens:,} in windows of {spec.long_window:,}: {spec.score_ratio:.1f} times the scores to measure"
         rows.append(("", long))
     return rows
+
+
+def _rope_details(plan: ConversionPlan) -> str:
+    fold = "" if plan.freqfold is None else f", freqfold {plan.freqfold}"
+    return fold if plan.rope_stride == 1 else f"{fold}, stride {plan.rope_stride:g}"
+
+
+def _details(plan: ConversionPlan) -> str:
+    """What is not as it is without being asked for."""
+    named = (("balance", "none"), ("rank_rule", "spectra"), ("centring", "auto"), ("damping", "auto"))
+    return "".join(
+        f", {name.replace('_', ' ')} {getattr(plan, name)}" for name, usual in named if getattr(plan, name) != usual
+    )
 
 
 def _grid(rows: list[tuple[str, str]]) -> RenderableType:

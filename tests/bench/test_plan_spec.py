@@ -14,7 +14,7 @@ from mla_convert.errors import UsageFault
     profile=st.sampled_from(["engine", "hf", "full"]),
     rope=st.integers(0, 999),
     latent=st.integers(0, 999),
-    policy=st.sampled_from(["optimal", "high", "low", "uniform", "2-norm"]),
+    policy=st.sampled_from(["optimal", "high", "low", "uniform", "2-norm", "greedy", "rorope", "mean"]),
 )
 def test_what_is_printed_reads_back(profile: str, rope: int, latent: int, policy: str) -> None:
     spec = PlanSpec(profile, rope, latent, policy)  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def test_what_is_printed_reads_back(profile: str, rope: int, latent: int, policy
         (" engine:40+152", "profile:rope\\+latent"),
         ("engine:40+152:", "profile:rope\\+latent"),
         ("vllm:40+152", "no such profile; expected engine, hf, full; found vllm"),
-        ("hf:40+152:best", "no such rope policy; expected optimal, .*; found best"),
+        ("hf:40+152:best", "no such rope policy or recipe; expected optimal, .*; found best"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
@@ -48,3 +48,16 @@ def test_the_conversion_it_stands_for() -> None:
     assert (options.profile, options.qk_rope_head_dim, options.kv_lora_rank) == ("hf", 48, 144)
     assert (options.rope_policy, options.calibration) == ("2-norm", ("text.jsonl",))
     assert (options.calibration_tokens, options.seed) == (640, 3)
+
+
+def test_a_recipe_stands_where_a_policy_does() -> None:
+    spec = PlanSpec.parse("hf:32+160:transmla")
+    options = spec.options("text.jsonl", tokens=640, seed=3)
+
+    assert str(spec) == "hf:32+160:transmla"
+    assert (spec.recipe, spec.policy) == ("transmla", "optimal")
+    assert (options.recipe, options.rope_policy) == ("transmla", "optimal")
+    assert options.calibration == ("text.jsonl",)
+    assert PlanSpec.parse("hf:32+160:optimal").recipe is None
+    # A recipe that measures nothing is given no text: it would be refused.
+    assert PlanSpec.parse("hf:16+160:x-ecomla").options("text.jsonl", tokens=640, seed=3).calibration == ()

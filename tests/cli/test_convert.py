@@ -32,6 +32,7 @@ from tests.conftest import PicoFactory
 from tests.eval.helpers import write_text
 
 HIGH = ("--rope-policy", "high", "--qk-rope-head-dim", "4", "--kv-lora-rank", "12")
+WIDE = ("--qk-rope-head-dim", "4", "--kv-lora-rank", "12")
 PLAN_FILE = """
 qk-rope-head-dim: 6
 kv_lora_rank: 20
@@ -206,6 +207,14 @@ REFUSALS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "policy without text": (("--qk-rope-head-dim", "4", "--kv-lora-rank", "12"), 2, "needs calibration text"),
     "lossless with text": (("--lossless", "--calibration", "x"), 2, "--calibration has no effect with --lossless"),
     "lossless with policy": (("--lossless", "--rope-policy", "high"), 2, "--rope-policy has no effect"),
+    "lossless with recipe": (("--lossless", "--recipe", "transmla"), 2, "--recipe has no effect with --lossless"),
+    "recipe and policy": (("--recipe", "mha2mla", *HIGH), 2, "expected --rope-policy 2-norm; found --rope-policy high"),
+    # Equal to the default, and still not what the recipe says.
+    "recipe and default": (("--recipe", "care", "--factorization", "joint"), 2, "contradict --recipe care"),
+    "recipe without text": (("--recipe", "elitekv", *WIDE), 2, "greedy needs calibration text"),
+    "recipe with idle text": (("--recipe", "x-ecomla", *WIDE, "--calibration", "x"), 2, "measures nothing on text"),
+    "unknown recipe": ((*HIGH, "--recipe", "best"), 2, ""),
+    "fold without rorope": ((*HIGH, "--freqfold", "2"), 2, "--freqfold is for --rope-policy rorope"),
     "gamma without text": ((*HIGH, "--gamma", "measured"), 2, "--gamma has no effect without calibration text"),
     "tokens without text": ((*HIGH, "--calibration-tokens", "64"), 2, "--calibration-tokens has no effect"),
     "padding in words": ((*HIGH, "--pad-cache", "512x64"), 2, "expected RANK+ROPE"),

@@ -16,6 +16,7 @@ OPTIONS: dict[str, Any] = {
     "weighting": Literal["output", "weight"] | None,
     "calibration": list[str] | None,
     "text_field": str,
+    "rope_stride": float,
 }
 
 
@@ -35,6 +36,8 @@ def read(tmp_path: Path, text: str) -> dict[str, object]:
         ("kv_lora_rank: null\ntext_field: body", {"kv_lora_rank": None, "text_field": "body"}),
         ("calibration: a.txt", {"calibration": ["a.txt"]}),
         ("calibration: [a.txt, b/]", {"calibration": ["a.txt", "b/"]}),
+        ("rope_stride: 0.5", {"rope_stride": 0.5}),
+        ("rope_stride: 2", {"rope_stride": 2}),
         ("weighting: output", {"weighting": "output"}),
         ("text_field: '0123456'", {"text_field": "0123456"}),
     ],
@@ -52,6 +55,8 @@ def test_what_is_taken(tmp_path: Path, text: str, expected: dict[str, object]) -
         ("kv_lora_rank: 3.5", 1, "expected a whole number; found 3.5"),
         ("kv_lora_rank: true", 1, "expected a whole number; found True"),
         ("kv_lora_rank: '3'", 1, "expected a whole number"),
+        ("rope_stride: true", 1, "expected a number; found True"),
+        ("rope_stride: '2'", 1, "expected a number"),
         ("lossless: 1", 1, "expected true or false; found 1"),
         ("weighting: loss", 1, "expected one of output, weight; found 'loss'"),
         ("weighting: [output]", 1, "expected one of output, weight"),

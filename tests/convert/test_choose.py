@@ -18,6 +18,7 @@ from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.predict import Prediction, predict, rotation_loss
 from mla_convert.convert.receipts import digest_of_source
+from mla_convert.convert.selection import Measured
 from mla_convert.errors import InputRefused, UsageFault
 from tests.conftest import PicoFactory
 
@@ -119,7 +120,7 @@ def test_rotations_that_are_all_kept_lose_nothing(search: Search, source: Source
     losses = []
     for slots in (1, 4, 16):
         plan = split_plans(source, replace(search.options, profile="hf"), 2 * slots + 4, slots=(slots,))[0]
-        kept = ClosedForm.of(source, plan, search.store).convert(weights, statistics).slots
+        kept = ClosedForm.of(source, plan, Measured(search.store, None)).convert(0, weights, statistics).slots
         losses.append(rotation_loss(kept, statistics, measured_gamma=True))
         assert rotation_loss(kept, statistics, measured_gamma=False) >= losses[-1]
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_convert.convert.layer import LayerPlan, LayerQuality, content_pairs, convert_layer
+from mla_convert.convert.layer import LayerPlan, LayerQuality, convert_layer
+from mla_convert.convert.rope_rows import content_pairs
 from mla_convert.convert.rope_select import (
     RopeSlots,
     best_heads,
@@ -38,25 +39,27 @@ SHAPE = AttentionShape(hidden_size=40, num_heads=6, num_kv_heads=3, head_dim=8)
 KINDS = ("high", "low", "uniform", "2-norm", "optimal")
 KEPT = {"high": (0, 1), "low": (2, 3), "uniform": (0, 2)}
 COUNTS = (3, 2, 1, 0)  # slots per pair of the policies that measure
+COUNT_PAIRS = (0, 0, 0, 1, 1, 2)
 
 
-def slots_of(kind: str, statistics: LayerStatistics) -> RopeSlots:
+def slots_of(kind: str, statistics: LayerStatistics, frequencies: Tensor | None = None) -> RopeSlots:
+    frequencies = frequencies_of(SHAPE) if frequencies is None else frequencies
     if kind == "optimal":
-        return component_slots(rotary_components(statistics), COUNTS)
+        return component_slots(rotary_components(statistics), COUNTS, frequencies[list(COUNT_PAIRS)])
     if kind == "2-norm":
-        return head_slots(SHAPE, best_heads(two_norm_scores(statistics), COUNTS))
-    return head_slots(SHAPE, tuple((0, 1, 2) if pair in KEPT[kind] else () for pair in range(4)))
+        return head_slots(SHAPE, best_heads(two_norm_scores(statistics), COUNTS), frequencies)
+    return head_slots(SHAPE, tuple((0, 1, 2) if pair in KEPT[kind] else () for pair in range(4)), frequencies)
 
 
 def every_pair() -> RopeSlots:
-    return head_slots(SHAPE, ((0, 1, 2),) * 4)
+    return head_slots(SHAPE, ((0, 1, 2),) * 4, frequencies_of(SHAPE))
 
 
 def plan_of(slots: RopeSlots, **changes: Any) -> LayerPlan:
     fields: dict[str, Any] = {
         "slots": slots,
         "qk_nope_head_dim": SHAPE.head_dim,
-        "kv_lora_rank": SHAPE.useful_rank(2 * len(slots.pairs)),
+        "kv_lora_rank": SHAPE.useful_rank(2 * len(slots.mixes)),
         "factorization": "joint",
         "key_rank": None,
         "weighting": "weight",
@@ -70,7 +73,7 @@ def plan_of(slots: RopeSlots, **changes: Any) -> LayerPlan:
 def convert(
     layer: LayerWeights, slots: RopeSlots, statistics: LayerStatistics | None = None, **changes: Any
 ) -> tuple[MLALayerWeights, LayerQuality]:
-    return convert_layer(layer, statistics, frequencies_of(SHAPE), plan_of(slots, **changes))
+    return convert_layer(layer, statistics, plan_of(slots, **changes))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "biased"])
@@ -118,9 +121,9 @@ def test_at_full_rank_every_policy_keeps_keys_and_values_exactly(
     assert torch.allclose(value_map(converted), layer.v, rtol=0, atol=1e-8)
     keys = to_pairs(layer.k)  # (G, P, D)
     rebuilt = torch.zeros_like(keys)
-    for slot, pair in enumerate(slots.pairs):
-        rebuilt[:, pair] += slots.synthesis[slot][:, None] * converted.k_rope[slot]
-    for group, pairs in enumerate(content_pairs(slots, SHAPE.pairs, SHAPE.num_kv_heads)):
+    for slot, (pair,) in enumerate(slots.mixes):
+        rebuilt[:, pair] += slots.synthesis[slot, pair][:, None] * converted.k_rope[slot]
+    for group, pairs in enumerate(content_pairs(slots)):
         content, size = key_map(converted)[group], len(pairs)
         rebuilt[group, list(pairs)] += torch.complex(content[:size], content[size : 2 * size])
         assert torch.allclose(content[2 * size :], torch.zeros((), dtype=torch.float64), rtol=0, atol=1e-8)
@@ -133,9 +136,9 @@ def test_a_pair_that_does_not_turn_loses_nothing_by_not_turning(kind: str, input
     """With all frequencies zero partial rope is no approximation, so full rank is exact for every policy."""
     layer = random_layer(SHAPE, seed=3, bias=True)
     still = torch.zeros(SHAPE.pairs, dtype=torch.float64)
-    slots = slots_of(kind, measured(layer))
+    slots = slots_of(kind, measured(layer), still)
 
-    converted, _ = convert_layer(layer, None, still, plan_of(slots, measured_gamma=False))
+    converted, _ = convert_layer(layer, None, plan_of(slots, measured_gamma=False))
 
     found = mla_attention(converted, inputs[None]).output[0]
     # Bias of unrotated keys is dropped: it moves all scores of a query alike.
@@ -180,13 +183,13 @@ def test_rotated_rows_sit_in_the_slots_of_their_key_head() -> None:
     assert converted.k_rope_bias is not None
     assert layer.k_bias is not None
 
-    for slot, (pair, group) in enumerate(zip(slots.pairs, slots.component, strict=True)):
+    for slot, ((pair,), group) in enumerate(zip(slots.mixes, slots.component, strict=True)):
         assert torch.equal(converted.k_rope[slot], to_pairs(layer.k)[group, pair])
         assert complex(converted.k_rope_bias[slot]) == complex(layer.k_bias[group, pair], layer.k_bias[group, pair + 4])
         for head in range(6):
             expected = to_pairs(layer.q)[head, pair] * (head // 2 == group)
             assert torch.equal(converted.q_rope[head, slot], expected)
-    assert torch.equal(converted.frequencies, frequencies_of(SHAPE)[list(slots.pairs)])
+    assert torch.equal(converted.frequencies, frequencies_of(SHAPE)[[pair for (pair,) in slots.mixes]])
 
 
 @pytest.mark.parametrize("kind", ["high", "2-norm", "optimal"])
@@ -299,12 +302,12 @@ def test_output_weighting_predicts_and_lowers_the_change_of_the_output(inputs: T
     statistics = measured(layer, windows=16)
     # Every pair in content with γ = 1 and no rotation: what is left is the factorisation's own error.
     still = torch.zeros(SHAPE.pairs, dtype=torch.float64)
-    slots = head_slots(SHAPE, ((0, 1, 2), (), (), ()))
+    slots = head_slots(SHAPE, ((0, 1, 2), (), (), ()), still)
     tokens = random_windows(SHAPE, seed=0, windows=16)
 
     def error(weighting: str) -> float:
         plan = plan_of(slots, weighting=weighting, kv_lora_rank=24, measured_gamma=False)
-        converted, _ = convert_layer(layer, statistics, still, plan)
+        converted, _ = convert_layer(layer, statistics, plan)
         found = mla_attention(converted, tokens).output
         return sum(
             float((found[n] - source_attention(layer, tokens[n], still)).square().sum()) for n in range(len(tokens))
@@ -320,7 +323,7 @@ def test_quality_counts_what_is_lost(factorization: str) -> None:
     slots = slots_of("optimal", statistics)
 
     errors = []
-    for rank in (4, 12, 24, SHAPE.useful_rank(2 * len(slots.pairs))):
+    for rank in (4, 12, 24, SHAPE.useful_rank(2 * len(slots.mixes))):
         options = {"kv_lora_rank": rank, "factorization": factorization, "weighting": "output"}
         converted, quality = convert(layer, slots, statistics, **options)
         expected = float((layer.v - value_map(converted)).norm() / layer.v.norm())
@@ -350,7 +353,7 @@ def test_statistics_are_needed_where_they_are_used() -> None:
 
 def test_content_that_does_not_fit_its_width_is_an_error() -> None:
     layer = random_layer(SHAPE, seed=1)
-    slots = head_slots(SHAPE, ((0, 1, 2), (), (), ()))
+    slots = head_slots(SHAPE, ((0, 1, 2), (), (), ()), frequencies_of(SHAPE))
 
     with pytest.raises(ValueError, match="do not fit"):
         convert(layer, slots, qk_nope_head_dim=4)

@@ -24,7 +24,15 @@ from mla_convert.convert.rope_select import (
 )
 from mla_convert.convert.statistics import LayerStatistics
 from mla_convert.convert.weights import AttentionShape, LayerWeights
-from tests.convert.support import SEEDED, complex_normal, generator, measured, random_layer, random_windows
+from tests.convert.support import (
+    SEEDED,
+    complex_normal,
+    frequencies_of,
+    generator,
+    measured,
+    random_layer,
+    random_windows,
+)
 from tests.tolerances import FLOAT64_ALGEBRA
 
 SHAPE = AttentionShape(hidden_size=20, num_heads=6, num_kv_heads=3, head_dim=8)
@@ -222,20 +230,26 @@ def test_each_layer_fills_the_list_with_its_best_heads() -> None:
 
 
 def test_head_slots_hold_single_heads_untouched() -> None:
-    slots = head_slots(SHAPE, ((0, 2), (), (1,), ()))
+    slots = head_slots(SHAPE, ((0, 2), (), (1,), ()), frequencies_of(SHAPE))
 
-    assert slots.pairs == (0, 0, 2)
+    assert slots.mixes == ((0,), (0,), (2,))
     assert slots.component == (0, 2, 1)
-    expected = torch.tensor([[1, 0, 0], [0, 0, 1], [0, 1, 0]], dtype=torch.complex128)
+    assert torch.equal(slots.frequencies, frequencies_of(SHAPE)[[0, 0, 2]])
+    expected = torch.zeros(3, 4, 3, dtype=torch.complex128)
+    expected[[0, 1, 2], [0, 0, 2], [0, 2, 1]] = 1
     assert torch.equal(slots.analysis, expected)
     assert torch.equal(slots.synthesis, expected)
 
 
 def test_component_slots_hold_the_leading_components(components: RotaryComponents) -> None:
-    slots = component_slots(components, (2, 0, 3, 1))
+    slots = component_slots(components, (2, 0, 3, 1), torch.arange(6).double())
 
-    assert slots.pairs == (0, 0, 2, 2, 2, 3)
+    assert slots.mixes == ((0,), (0,), (2,), (2,), (2,), (3,))
+    assert slots.frequencies.tolist() == [0, 1, 2, 3, 4, 5]
     assert slots.component == (0, 1, 0, 1, 2, 0)
-    for slot, (pair, component) in enumerate(zip(slots.pairs, slots.component, strict=True)):
-        assert torch.equal(slots.analysis[slot], components.analysis[pair, component])
-        assert torch.equal(slots.synthesis[slot], components.synthesis[pair, component])
+    for slot, ((pair,), component) in enumerate(zip(slots.mixes, slots.component, strict=True)):
+        assert torch.equal(slots.analysis[slot, pair], components.analysis[pair, component])
+        assert torch.equal(slots.synthesis[slot, pair], components.synthesis[pair, component])
+        others = [other for other in range(4) if other != pair]
+        assert not slots.analysis[slot, others].abs().any()
+        assert not slots.synthesis[slot, others].abs().any()

@@ -159,7 +159,7 @@ def test_the_probe_is_the_reference_carried_through_the_layers(pico: PicoFactory
     streamed = StreamedSource(source)
     probe = ReferenceProbe.start(source, streamed, tmp_path, seed=0)
     plan = LayerPlan(
-        slots=head_slots(source.shape, ((0, 1),) * 8),
+        slots=head_slots(source.shape, ((0, 1),) * 8, source.rope.frequencies),
         qk_nope_head_dim=8,
         kv_lora_rank=32,
         factorization="joint",
@@ -170,7 +170,7 @@ def test_the_probe_is_the_reference_carried_through_the_layers(pico: PicoFactory
         damping=0.0,
     )
     for layer in range(4):
-        converted, _ = convert_layer(source.layer_weights(layer), None, source.rope.frequencies, plan)
+        converted, _ = convert_layer(source.layer_weights(layer), None, plan)
         before = probe.hidden
         probe.advance(layer, converted)
         after, trace = decoder_layer(block_weights(source, layer), converted, before)

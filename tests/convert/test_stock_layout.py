@@ -15,6 +15,7 @@ from mla_convert.convert.checkpoint import open_source
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.planning import make_plan
+from mla_convert.convert.rope_select import geometric_grid, pair_grid
 from mla_convert.convert.stock_layout import interleave, pad_rows, rope_parameters, stock_config, stock_layer
 from mla_convert.mla.reference import mla_attention
 from mla_convert.mla.weights import MLALayerWeights
@@ -172,11 +173,25 @@ def test_stock_transformers_turns_each_slot_at_its_frequency(
     width = 2 * len(pairs) if pad is None else pad[1]
     plan = some_plan(profile=profile, rope_slots=len(pairs), qk_rope_head_dim=width)
 
-    found, scaling = stock_frequencies(rope_parameters(plan, source, pairs), width, 512)
+    found, scaling = stock_frequencies(
+        rope_parameters(plan, source, pair_grid(pairs, source.rope.frequencies)), width, 512
+    )
 
     expected = source.rope.frequencies[list(pairs)]
     assert torch.allclose(found[: len(pairs)], expected, rtol=ROTARY_FLOAT32, atol=0)
     assert scaling == 1.0
+
+
+@pytest.mark.parametrize(("profile", "stride"), [("engine", 0.5), ("engine", 2.0), ("hf", 0.5)])
+def test_frequencies_that_no_pair_has_are_stored_too(pico: PicoFactory, profile: Any, stride: float) -> None:
+    source = open_source(str(pico(kv_heads=2)))
+    plan = some_plan(profile=profile, rope_slots=4, qk_rope_head_dim=8)
+
+    grid = geometric_grid(source.rope.theta, 16, 4, stride)
+    found, _ = stock_frequencies(rope_parameters(plan, source, grid), 8, 512)
+
+    assert grid.frequencies.tolist() == pytest.approx([1e4 ** (-2 * stride * j / 16) for j in range(4)], rel=1e-12)
+    assert torch.allclose(found, grid.frequencies, rtol=ROTARY_FLOAT32, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +213,9 @@ def test_scaled_frequencies_are_stored_too(pico: PicoFactory, rope: dict[str, An
     source = open_source(str(pico(rope_parameters=rope)))
     plan = some_plan(rope_slots=8, qk_rope_head_dim=16)
 
-    found, scaling = stock_frequencies(rope_parameters(plan, source, tuple(range(8))), 16, 512)
+    found, scaling = stock_frequencies(
+        rope_parameters(plan, source, pair_grid(tuple(range(8)), source.rope.frequencies)), 16, 512
+    )
 
     assert torch.allclose(found, source.rope.frequencies, rtol=ROTARY_FLOAT32, atol=0)
     assert scaling == 1.0
@@ -209,7 +226,7 @@ def test_the_configuration_is_dense_stock_deepseek(pico: PicoFactory, profile: A
     source = open_source(str(pico(rms_norm_eps=1e-5, tie_word_embeddings=True)))
     plan = make_plan(source, ConvertOptions(lossless=True, profile=profile))
 
-    config = stock_config(plan, source, tuple(range(8)))
+    config = stock_config(plan, source, pair_grid(tuple(range(8)), source.rope.frequencies))
 
     assert config["architectures"] == ["DeepseekV3ForCausalLM"]
     assert config["first_k_dense_replace"] == config["num_hidden_layers"] == 4

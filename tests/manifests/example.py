@@ -115,7 +115,7 @@ def layer(index: int, frequencies: tuple[float, ...] = FREQUENCIES) -> LayerRece
         key_rank=None,
         value_rank=None,
         rope_slots=tuple(
-            RopeSlot(slot=slot, pair=slot, frequency=frequency, component=0, kv_head=None)
+            RopeSlot(slot=slot, pair=slot, frequency=frequency, component=0, kv_head=None, mixes=(slot,))
             for slot, frequency in enumerate(frequencies)
         ),
         key_map_error=0.1,
@@ -191,6 +191,12 @@ def method_record(arch: ids.Architecture) -> models.MethodRecord:
         rerounded_tensors=(),
         padding=None,
         paper_contracts=("TransMLA",),
+        recipe=None,
+        freqfold=None,
+        rope_stride=1.0,
+        balance="none",
+        rank_rule=None,
+        centring="auto",
     )
 
 

@@ -85,7 +85,9 @@ def test_load_refuses_bytes_that_are_no_text_and_a_missing_file(tmp_path: Path) 
 def test_a_slot_has_one_origin() -> None:
     for component, head in ((None, None), (0, 0)):
         with pytest.raises(ValueError, match="either a component"):
-            RopeSlot(slot=0, pair=0, frequency=1.0, component=component, kv_head=head)
+            RopeSlot(slot=0, pair=0, frequency=1.0, component=component, kv_head=head, mixes=(0,))
+    with pytest.raises(ValueError, match="one of those that it combines"):
+        RopeSlot(slot=0, pair=0, frequency=1.0, component=0, kv_head=None, mixes=(1, 2))
 
 
 def test_the_committed_schema_is_up_to_date() -> None:
