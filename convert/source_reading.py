@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.convert.source_model import BatchPass
-from mla_convert.convert.statistics import attention_probabilities, project
+from mla_convert.convert.statistics import attention_probabilities, project, row_blocks
 from mla_convert.convert.weights import LayerWeights
 from mla_convert.errors import CheckFailed
 from mla_convert.mla.rope import to_pairs
@@ -22,8 +22,11 @@ def source_attention(weights: LayerWeights, inputs: Tensor, frequencies: Tensor)
     out = torch.zeros_like(inputs) if weights.o_bias is None else weights.o_bias.expand_as(inputs).clone()
     for group in range(shape.num_kv_heads):
         heads = slice(group * shape.heads_per_group, (group + 1) * shape.heads_per_group)
-        p = attention_probabilities(queries[heads], keys[group], frequencies, weights.softmax_scale)
-        out += torch.einsum("atd,aDd->tD", p @ values[group], weights.o[heads])
+        for rows in row_blocks(shape.heads_per_group, len(inputs)):
+            seen = slice(0, rows.stop)
+            own, keys_seen = queries[heads, rows], keys[group, seen]
+            p = attention_probabilities(own, keys_seen, frequencies, weights.softmax_scale, rows.start)
+            out[rows] += torch.einsum("atd,aDd->tD", p @ values[group, seen], weights.o[heads])
     return out
 
 

@@ -175,7 +175,7 @@ def _group_sums(
     )
 
 
-def _row_blocks(heads: int, length: int) -> Iterator[slice]:
+def row_blocks(heads: int, length: int) -> Iterator[slice]:
     """Rows of a window in blocks whose scores of `heads` query heads fit into `SCORES_AT_ONCE`."""
     rows = max(1, SCORES_AT_ONCE // (heads * length))
     for start in range(0, length, rows):
@@ -195,7 +195,7 @@ def _group_of_window(
     output = weights.o[group * shape.heads_per_group : (group + 1) * shape.heads_per_group]  # (A, D, d)
     turn = rotation(torch.arange(len(values)), frequencies)  # (T, P)
     blocks = []
-    for rows in _row_blocks(shape.heads_per_group, len(values)):
+    for rows in row_blocks(shape.heads_per_group, len(values)):
         # Keys after the block's last query are in its future.
         own, seen = query_pairs[:, rows], slice(0, rows.stop)
         p = attention_probabilities(own, key_pairs[seen], frequencies, weights.softmax_scale, rows.start)

@@ -26,6 +26,7 @@ def check_records(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
     yield from _checkpoint(manifest)
     yield from _source(manifest)
     yield from _layers(manifest)
+    yield from _calibration(manifest)
     yield from _reload_check(manifest)
     yield from _quality(manifest)
     yield from same_fields("split", NO_SPLIT, manifest.split)
@@ -98,6 +99,19 @@ def _quality(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
         yield problem("invalid", "measured.ratio", "perplexity / source_perplexity", measured.ratio)
     if loss is not None and not close(loss.uniform, math.log(arch.vocab_size)):
         yield problem("invalid", "reload_check.calibration_loss.uniform", math.log(arch.vocab_size), loss.uniform)
+
+
+def _calibration(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
+    record = manifest.calibration
+    if record is None:
+        return
+    texts = record.texts
+    yield from expect("calibration.windows", sum(text.windows for text in texts), record.windows)
+    yield from expect("calibration.long_windows", sum(text.long_windows for text in texts), record.long_windows)
+    for index, text in enumerate(texts):
+        tokens = text.windows * record.window_length + text.long_windows * record.long_window_length
+        yield from expect(f"calibration.texts.{index}.tokens", tokens, text.tokens)
+    yield from expect("calibration.tokens", sum(text.tokens for text in texts), record.tokens)
 
 
 def _reload_check(manifest: ConversionManifest) -> Iterator[VerifyProblem]:

@@ -23,7 +23,7 @@ from tests.conftest import PicoFactory
 from tests.convert.support import edit_json
 from tests.pico import make_pico
 
-SETTINGS = SelfTextSettings(tokens=600, length=160, seed=0)
+SETTINGS = SelfTextSettings(tokens=300, length=80, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -252,10 +252,12 @@ def test_rows_in_blocks_give_the_same(
     layer: LayerWeights, windows: Tensor, statistics: LayerStatistics, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two heads a group: 1, 1, 2 and 3 rows at once of nine, so that the last block is shorter too."""
+    whole = source_attention(layer, windows[0], frequencies_of(SHAPE))
     monkeypatch.setattr(module, "SCORES_AT_ONCE", scores)
 
     for name, value in tensors_of(measure_layer(layer, windows, frequencies_of(SHAPE))).items():
         assert close(value, tensors_of(statistics)[name]), name
+    assert close(source_attention(layer, windows[0], frequencies_of(SHAPE)), whole)
 
 
 def test_what_must_be_positive_is(statistics: LayerStatistics) -> None:
