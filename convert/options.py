@@ -16,12 +16,14 @@ from mla_convert.convert.plan import (
     ProfileName,
     RankRule,
     RecipeName,
+    RefineKind,
     RopePolicy,
     Weighting,
 )
 
 DEFAULT_TOKENS = 5120
 DEFAULT_WINDOW = 512
+REFINE_STEPS, REFINE_BATCH, REFINE_E2E_TOKENS = 60, 2, 40960
 LONG_WINDOW = 2048
 
 
@@ -56,6 +58,10 @@ class ConvertOptions:
         rank_rule: How `split` shares the rank without a key rank.
         centring: `none` uses raw second moments, as published methods do.
         damping: `none` adds nothing to covariances, as published methods have it.
+        refine: Fit the layers after the closed form, and with `e2e` all of them together at the end.
+        refine_steps: Steps of each layer's fit.
+        refine_batch: Windows per step.
+        refine_tokens: Most tokens of the pass end to end.
     """
 
     lossless: bool = False
@@ -83,3 +89,7 @@ class ConvertOptions:
     rank_rule: RankRule = "spectra"
     centring: Centring = "auto"
     damping: Damping = "auto"
+    refine: RefineKind | None = None
+    refine_steps: int = REFINE_STEPS
+    refine_batch: int = REFINE_BATCH
+    refine_tokens: int = REFINE_E2E_TOKENS

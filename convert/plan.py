@@ -24,6 +24,8 @@ Centring = Literal["auto", "none"]
 Damping = Literal["auto", "none"]
 
 # Policies that put every key head's pair in a slot of its own.
+RefineKind = Literal["block", "e2e"]
+
 HEAD_POLICIES: tuple[RopePolicy, ...] = ("high", "low", "uniform", "2-norm", "greedy")
 # Policies that rank pairs or components by what calibration measured.
 MEASURED_POLICIES: tuple[RopePolicy, ...] = ("optimal", "2-norm", "greedy", "rorope")
@@ -63,6 +65,22 @@ class CalibrationSpec(_Frozen):
         return 1 + self.long_windows * self.long_window**2 / (self.tokens // self.window * self.window**2)
 
 
+class RefineSpec(_Frozen):
+    """Fitting after the closed form, on the windows of calibration.
+
+    Attributes:
+        kind: `block`, or `e2e`: a pass end to end after it.
+        steps: Of each layer's fit.
+        batch: Windows per step.
+        e2e_tokens: Most tokens that go through the pass end to end, each time counted; None without one.
+    """
+
+    kind: RefineKind
+    steps: int
+    batch: int
+    e2e_tokens: int | None
+
+
 class ConversionPlan(_Frozen):
     """Every choice of one conversion; stored widths include padding and a constant channel.
 
@@ -98,6 +116,7 @@ class ConversionPlan(_Frozen):
         rank_rule: How `split` shares the rank without a key rank.
         centring: `none` judges inputs by their raw second moment and adds no mean to the output.
         damping: `none` adds nothing to the input covariance.
+        refine: None where the closed form is written as it is.
     """
 
     family: str
@@ -131,6 +150,7 @@ class ConversionPlan(_Frozen):
     rank_rule: RankRule = "spectra"
     centring: Centring = "auto"
     damping: Damping = "auto"
+    refine: RefineSpec | None = None
 
     @property
     def plan_id(self) -> str:

@@ -16,6 +16,7 @@ from mla_convert.convert.plan import (
     DtypeName,
     NormRoute,
     ProfileName,
+    RefineSpec,
     Weighting,
 )
 from mla_convert.convert.profiles import ENGINE_NORM_EPS, Demand, refusal, residual_scale
@@ -76,6 +77,7 @@ def make_plan(source: SourceCheckpoint, options: ConvertOptions) -> ConversionPl
         attention_dtype=attention_dtype,
         seed=options.seed,
         calibration=calibration,
+        refine=_refine(options, calibration),
         recipe=options.recipe,
         freqfold=fold_of(shape, options, slots),
         rope_stride=options.rope_stride,
@@ -230,6 +232,20 @@ def _calibration(options: ConvertOptions, positions: int) -> CalibrationSpec | N
         long_window=_long_window(options, texts, positions),
         text_field=options.text_field,
     )
+
+
+def _refine(options: ConvertOptions, calibration: CalibrationSpec | None) -> RefineSpec | None:
+    if options.refine is None:
+        return None
+    if calibration is None:
+        raise UsageFault(
+            f"--refine {options.refine} needs calibration text, and a plan that loses something",
+            remedy="Give --calibration PATH, or drop it.",
+        )
+    if min(options.refine_steps, options.refine_batch, options.refine_tokens) < 1:
+        raise UsageFault("--refine-steps, --refine-batch and --refine-tokens are at least 1")
+    tokens = options.refine_tokens if options.refine == "e2e" else None
+    return RefineSpec(kind=options.refine, steps=options.refine_steps, batch=options.refine_batch, e2e_tokens=tokens)
 
 
 def _sources(options: ConvertOptions) -> tuple[tuple[str, ...], tuple[float, ...]]:

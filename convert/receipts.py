@@ -57,6 +57,7 @@ from mla_convert.manifests.models import (
     SourceRecord,
 )
 from mla_convert.manifests.quality import CandidateRecord, MeasuredRecord, PredictionRecord
+from mla_convert.manifests.refinement import RefinementRecord
 from mla_convert.version import __version__
 
 # The head of a spectrum is enough to see what a rank cuts; whole spectra of large models are megabytes.
@@ -138,6 +139,7 @@ def build_manifest(
     calibration: CalibrationEvidence | None,
     reload_check: ReloadCheck,
     prediction: PredictionRecord | None,
+    refinement: RefinementRecord | None,
     environment: Environment,
     warnings: Sequence[str],
 ) -> ConversionManifest:
@@ -156,6 +158,7 @@ def build_manifest(
         split=NO_SPLIT,
         reload_check=reload_check,
         prediction=prediction,
+        refinement=refinement,
         measured=None,
         outputs=OutputsRecord(
             files=files,

@@ -77,7 +77,9 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = group["rate"] * _schedule(step, settings.steps)
         optimizer.zero_grad(set_to_none=True)
-        loss(next(order)).backward()
+        windows = next(order)
+        for window in windows:  # one at a time: the gradient's memory is that of one window
+            (loss([window]) / len(windows)).backward()
         optimizer.step()
         if step in checks:
             now = _held_loss(loss, held, settings.batch)

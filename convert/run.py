@@ -42,7 +42,9 @@ from mla_convert.convert.receipts import (
     unknown_config_keys,
     with_measured,
 )
+from mla_convert.convert.refine import Refined, refine
 from mla_convert.convert.reload_check import check_reload
+from mla_convert.convert.selection import Measured
 from mla_convert.convert.sidecars import copy_sidecars
 from mla_convert.convert.source_model import StreamedSource
 from mla_convert.convert.source_reading import check_reading
@@ -54,6 +56,7 @@ from mla_convert.errors import EnvironmentFault, UsageFault
 from mla_convert.manifests.environment import Environment, capture
 from mla_convert.manifests.models import ConversionManifest
 from mla_convert.manifests.quality import MeasuredRecord, PredictionRecord
+from mla_convert.manifests.refinement import RefinementRecord
 
 # Head room for the index, the manifest and the file system's own needs.
 DISK_MARGIN = 1.05
@@ -215,6 +218,7 @@ class _Written:
     expected_logits: Tensor
     softmax_scale: float
     prediction: PredictionRecord | None
+    refinement: RefinementRecord | None
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,7 @@ class _Work:
         """Convert and write every layer."""
         measured = measure_for(self.source, self.plan, self.evidence)
         form = ClosedForm.of(self.source, self.plan, measured)
+        refined = self.refine(form, measured)
         streamed = StreamedSource(self.source)
         probe = ReferenceProbe.start(self.source, streamed, self.scratch, self.plan.seed)
         writer = TargetWriter(self.source, self.plan, ShardWriter(self.folder))
@@ -244,8 +249,9 @@ class _Work:
             check_reading(weights, self.source.rope.frequencies, batch, windows=1)
             statistics = None if measured is None else measured.store.load(done.layer)
             converted = form.convert(done.layer, weights, statistics)
-            writer.write_layer(done.layer, converted.weights)
-            probe.advance(done.layer, converted.weights)
+            final = converted.weights if refined is None else refined.weights(done.layer, converted.weights)
+            writer.write_layer(done.layer, final)
+            probe.advance(done.layer, final)
             layers.append(LayerRecord(converted.slots, converted.quality))
             if statistics is not None and self.prediction is None and predictable(self.plan):
                 losses.append(layer_loss(self.plan, weights, statistics, converted))
@@ -255,7 +261,14 @@ class _Work:
         write_json(self.folder / "config.json", config)
         expected = streamed.logits(hidden) if self.plan.lossless else probe.logits(streamed)
         prediction = prediction_record(combine(losses)) if losses else self.prediction
-        return _Written(config, layers, writer, probe.ids, expected, scale, prediction)
+        record = None if refined is None else refined.record
+        return _Written(config, layers, writer, probe.ids, expected, scale, prediction, record)
+
+    def refine(self, form: ClosedForm, measured: Measured | None) -> Refined | None:
+        """Fit the layers where the plan says so."""
+        if self.plan.refine is None or measured is None or self.evidence is None:
+            return None
+        return refine(form, measured, self.evidence.windows.ids, self.memory_budget_bytes)
 
     def finish(
         self, written: _Written, digests: SourceDigests, environment: Environment, warnings: Sequence[str]
@@ -290,6 +303,7 @@ class _Work:
             calibration=self.evidence,
             reload_check=reload_check,
             prediction=written.prediction,
+            refinement=written.refinement,
             environment=environment.finish(),
             warnings=[*warnings, *([alarm] if alarm else [])],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,15 +87,21 @@ class StreamedSource:
         width = int(self._checkpoint.config.hidden_size)
         positions = torch.arange(length)[None]
         with StateStore(count, length, width, self._budget, cache_root()) as states:
-            self._embed_into(states, token_ids)
-            rope = self._rotary(states.read(slice(0, 1)), positions)
+            self.embed_into(states, token_ids)
+            rope = self.rotary(length)
             for index in track(range(self._checkpoint.num_layers), label):
                 with closing(self._run_layer(index, states, positions, rope)) as batches:
                     yield LayerPass(index, batches)
                     for _ in batches:
                         pass
 
-    def _embed_into(self, states: StateStore, token_ids: Tensor) -> None:
+    def rotary(self, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the first `length` positions, as the layers take them."""
+        made: tuple[Tensor, Tensor] = self._rotary(torch.empty(1, dtype=torch.float32), torch.arange(length)[None])
+        return made
+
+    def embed_into(self, states: StateStore, token_ids: Tensor) -> None:
+        """Write the embeddings of (N, T) tokens into `states`."""
         started = time.perf_counter()
         table = self._checkpoint.tensor(EMBEDDING)
         for windows in batches_of(states):
@@ -107,34 +113,45 @@ class StreamedSource:
         self, index: int, states: StateStore, positions: Tensor, rope: tuple[Tensor, Tensor]
     ) -> Generator[BatchPass, None, None]:
         started = time.perf_counter()
-        layer: nn.Module = self._model.layers[index]
-        prefix = f"model.layers.{index}."
-        state = {name: self._checkpoint.tensor(prefix + name).float() for name in layer.state_dict()}
-        layer.load_state_dict(state, strict=True, assign=True)
-        del state
         seen: list[Tensor] = []
 
         def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             seen[:] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], result[0]
 
-        attention: nn.Module = layer.self_attn  # type: ignore[assignment]
-        hook = attention.register_forward_hook(record, with_kwargs=True)
+        with self.layer(index) as layer:
+            hook = layer.self_attn.register_forward_hook(record, with_kwargs=True)
+            try:
+                for windows in batches_of(states):
+                    hidden = layer(
+                        states.read(windows), attention_mask=None, position_ids=positions, position_embeddings=rope
+                    )
+                    states.write(windows, hidden)
+                    self.forward_seconds += time.perf_counter() - started
+                    yield BatchPass(index, windows, seen[0], seen[1], hidden)
+                    started = time.perf_counter()
+            finally:
+                hook.remove()
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[Any]:
+        """One decoder layer with its weights in float32, which go when the block ends."""
+        layer: nn.Module = self._model.layers[index]
+        prefix = f"model.layers.{index}."
+        state = {name: self._checkpoint.tensor(prefix + name).float() for name in layer.state_dict()}
+        layer.load_state_dict(state, strict=True, assign=True)
+        del state
         try:
-            for windows in batches_of(states):
-                hidden = layer(
-                    states.read(windows), attention_mask=None, position_ids=positions, position_embeddings=rope
-                )
-                states.write(windows, hidden)
-                self.forward_seconds += time.perf_counter() - started
-                yield BatchPass(index, windows, seen[0], seen[1], hidden)
-                started = time.perf_counter()
+            yield layer
         finally:
-            hook.remove()
             layer.to("meta")
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., D), float32: the model's last norm."""
+        return self.normed(hidden)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The same, for a gradient to pass."""
         norm: nn.Module = self._model.norm
         norm.load_state_dict({"weight": self._checkpoint.tensor("model.norm.weight").float()}, strict=True, assign=True)
         return norm(hidden)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from mla_convert.manifests.identity import Profile, SemanticIdentity
 from mla_convert.manifests.layers import LayerReceipt
 from mla_convert.manifests.quality import CalibrationLoss, MeasuredRecord, PredictionRecord
 from mla_convert.manifests.record import Digest, Record, RelativePath, Sha256Hex
+from mla_convert.manifests.refinement import RefinementRecord
 
 MANIFEST_NAME = "mla_manifest.json"
 SCHEMA_VERSION: Final = "mla-convert/conversion-manifest/v1"
@@ -177,6 +178,7 @@ class ConversionManifest(Record):
     reload_check: ReloadCheck
     prediction: PredictionRecord | None
     measured: MeasuredRecord | None
+    refinement: RefinementRecord | None
     outputs: OutputsRecord
     environment: Environment
     adaptation: None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -24,3 +24,8 @@ def track(items: Iterable[T], label: str, total: int | None = None, unit: str = 
     return iter(
         tqdm(items, desc=label, total=total, unit=unit, delay=SHOW_AFTER_SECONDS, file=sys.stderr, disable=None)
     )
+
+
+def bar(total: int, label: str, unit: str = "layer") -> tqdm[Any]:
+    """A bar that its user moves and that can say how the work goes (`set_postfix_str`)."""
+    return tqdm(desc=label, total=total, unit=unit, delay=SHOW_AFTER_SECONDS, file=sys.stderr, disable=None)

@@ -44,3 +44,6 @@ rounded once more than the source's (measured: 0.9 to 1.1)."""
 
 TRANSCRIPTION = 1e-6
 """A recipe beside its paper's equations in float64: the project's bar; PCA's squared condition leaves 1e-9."""
+
+FLOAT32_ATTENTION = 1e-5
+"""Attention in float32 against float64, relative to the largest output: measured 1e-6; a dropped bias gives 1e-1."""

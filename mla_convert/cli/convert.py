@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_type_hints
@@ -18,6 +19,10 @@ from mla_convert.cli.convert_options import (
     CALIBRATION_WINDOW,
     MEASURE_TOKENS,
     MEMORY_BUDGET,
+    REFINE_BATCH,
+    REFINE_CALIBRATION_TOKENS,
+    REFINE_STEPS,
+    REFINE_TOKENS,
     Balance,
     Budget,
     CacheBytes,
@@ -47,6 +52,10 @@ from mla_convert.cli.convert_options import (
     QkRopeHeadDim,
     RankRule,
     Recipe,
+    Refine,
+    RefineBatch,
+    RefineSteps,
+    RefineTokens,
     RopePolicy,
     RopeStride,
     TextField,
@@ -93,6 +102,7 @@ SET_BY_LOSSLESS = (
     "centring",
     "damping",
     "calibration",
+    "refine",
 )
 # Each of these chooses the plan, so none goes with another or with what sets a width itself.
 GOALS = ("width", "budget", "cache_bytes", "max_kl")
@@ -149,12 +159,16 @@ def command(
     damping: Damping = "auto",
     latent_norm: LatentNorm = "auto",
     calibration: Calibration = None,
-    calibration_tokens: CalibrationTokens = CALIBRATION_TOKENS,
+    calibration_tokens: CalibrationTokens = None,
     calibration_window: CalibrationWindow = CALIBRATION_WINDOW,
     calibration_long: CalibrationLong = 0,
     text_field: TextField = "text",
     dtype: Dtype = "source",
     pad_cache: PadCache = None,
+    refine: Refine = None,
+    refine_steps: RefineSteps = REFINE_STEPS,
+    refine_batch: RefineBatch = REFINE_BATCH,
+    refine_tokens: RefineTokens = REFINE_TOKENS,
     revision: Revision = None,
     measure: Measure = None,
     measure_tokens: MeasureTokens = MEASURE_TOKENS,
@@ -186,7 +200,11 @@ def command(
             dtype=dtype,
             pad_cache=_pad_widths(pad_cache),
             calibration=tuple(calibration or ()),
-            calibration_tokens=calibration_tokens,
+            calibration_tokens=calibration_tokens or (REFINE_CALIBRATION_TOKENS if refine else CALIBRATION_TOKENS),
+            refine=refine,
+            refine_steps=refine_steps,
+            refine_batch=refine_batch,
+            refine_tokens=refine_tokens,
             calibration_window=calibration_window,
             calibration_long=calibration_long,
             text_field=text_field,
@@ -298,6 +316,7 @@ def refuse_idle(ctx: typer.Context) -> None:
     refuse_two_widths(asked)
     if "measure_tokens" in given and not asked.get("measure"):
         raise UsageFault("--measure-tokens has no effect without --measure", remedy="Give --measure PATH, or drop it.")
+    refuse_idle_refinement(given, asked)
     recipe = asked.get("recipe")
     if asked.get("lossless"):
         idle, reason = [name for name in (*SET_BY_LOSSLESS, *OF_CALIBRATION) if name in given], "with --lossless"
@@ -313,6 +332,24 @@ def refuse_idle(ctx: typer.Context) -> None:
         raise UsageFault(f"{', '.join(map(_option, idle))} has no effect {reason}", remedy=remedy)
     if recipe is not None:
         check_recipe(recipe, asked)
+
+
+def refuse_idle_refinement(given: AbstractSet[str], asked: Mapping[str, object]) -> None:
+    """Refuse options of a refinement that is not made.
+
+    Raises:
+        UsageFault: Naming them.
+    """
+    idle = [name for name in ("refine_steps", "refine_batch", "refine_tokens") if name in given]
+    if asked.get("refine") == "e2e":
+        return
+    if asked.get("refine") is not None:
+        idle = [name for name in idle if name == "refine_tokens"]
+    if idle:
+        needed = "--refine e2e" if idle == ["refine_tokens"] else "--refine"
+        raise UsageFault(
+            f"{', '.join(map(_option, idle))} has no effect without {needed}", remedy="Give that, or drop it."
+        )
 
 
 def refuse_two_widths(asked: Mapping[str, object]) -> None:

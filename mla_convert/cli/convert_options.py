@@ -20,9 +20,13 @@ FactorizationChoice = Literal["joint", "split"]
 WeightingChoice = Literal["output", "activation", "weight"]
 GammaChoice = Literal["measured", "one"]
 NormChoice = Literal["auto", "epsilon", "constant"]
+RefineChoice = Literal["block", "e2e"]
 DtypeChoice = Literal["source", "float32", "bfloat16", "float16"]
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 5120, 512
 MEASURE_TOKENS = 4096
+# Fitting has more to learn than second moments have.
+REFINE_CALIBRATION_TOKENS = 20480
+REFINE_STEPS, REFINE_BATCH, REFINE_TOKENS = 60, 2, 40960
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
 Lossless = Annotated[
@@ -55,6 +59,15 @@ Measure = Annotated[
     ),
 ]
 MeasureTokens = Annotated[int, typer.Option(min=2, help="Tokens of held-out text, with --measure.")]
+Refine = Annotated[
+    RefineChoice | None,
+    typer.Option(
+        help="Fit each layer to the source's on calibration text after the closed form; e2e then fits all together."
+    ),
+]
+RefineSteps = Annotated[int, typer.Option(min=1, help="Steps of each layer's fit, with --refine.")]
+RefineBatch = Annotated[int, typer.Option(min=1, help="Windows per step, with --refine.")]
+RefineTokens = Annotated[int, typer.Option(min=1, help="Most tokens of the pass end to end, with --refine e2e.")]
 Profile = Annotated[
     ProfileChoice, typer.Option(help="Form of the output; auto takes engine where it can carry the plan, else hf.")
 ]
@@ -119,7 +132,14 @@ Calibration = Annotated[
         "writes. Can be repeated; weights are shares of the tokens.",
     ),
 ]
-CalibrationTokens = Annotated[int, typer.Option(min=2, help="Tokens to measure on.")]
+CalibrationTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens to measure on.",
+        show_default=f"{CALIBRATION_TOKENS}; {REFINE_CALIBRATION_TOKENS} with --refine",
+    ),
+]
 CalibrationWindow = Annotated[int, typer.Option(min=2, help="Tokens per window.")]
 CalibrationLong = Annotated[
     int, typer.Option(min=0, help="Windows of 2,048 tokens besides, for what is attended to from far away.")

@@ -158,6 +158,7 @@ def _plan_rows(preview: Preview) -> list[tuple[str, str]]:
         ("rope policy", f"{plan.rope_policy}{_rope_details(plan)}"),
         ("factorization", f"{plan.factorization}, weighting {plan.weighting}, gamma {plan.gamma}{_details(plan)}"),
         *_calibration_rows(plan.calibration),
+        ("refinement", _refinement(plan)),
         ("latent norm", f"{plan.latent_norm} route"),
         ("residual", residual),
         ("dtype", f"{plan.dtype}; attention {plan.attention_dtype}"),
@@ -178,6 +179,14 @@ def _calibration_rows(spec: CalibrationSpec | None) -> list[tuple[str, str]]:
         long = f"and {tokens:,} in windows of {spec.long_window:,}: {spec.score_ratio:.1f} times the scores to measure"
         rows.append(("", long))
     return rows
+
+
+def _refinement(plan: ConversionPlan) -> str:
+    spec = plan.refine
+    if spec is None:
+        return "none"
+    last = "" if spec.e2e_tokens is None else f"; then {spec.e2e_tokens:,} tokens through all layers together"
+    return f"{spec.steps} steps for each layer, {spec.batch} windows each{last}"
 
 
 def _rope_details(plan: ConversionPlan) -> str:

@@ -318,6 +318,7 @@ def manifest_of(
         reload_check=reload_check(),
         prediction=prediction_record(),
         measured=measured_record(),
+        refinement=None,
         outputs=models.OutputsRecord(
             files=files,
             sidecars=(models.Sidecar(path="tokenizer.json", sha256=tokenizer.sha256),),
