@@ -18,6 +18,7 @@ import typer
 
 from mla_convert import tolerances
 from mla_convert.cli import convert as cli_convert
+from mla_convert.cli import frontier as cli_frontier
 from mla_convert.cli import inspect as cli_inspect
 from mla_convert.cli import verify as cli_verify
 from mla_convert.cli.convert_options import MEMORY_BUDGET
@@ -355,7 +356,9 @@ def choices(hint: Any) -> set[str]:
     return {choice for part in get_args(hint) for choice in choices(part)}
 
 
-@pytest.mark.parametrize("module", [cli_convert, cli_inspect, cli_verify], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [cli_convert, cli_frontier, cli_inspect, cli_verify], ids=lambda module: module.__name__
+)
 def test_the_examples_are_command_lines_that_parse(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
