@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mla_convert.cache_dir import cache_root, fill_once
 from mla_convert.convert.checkpoint import SourceCheckpoint
+from mla_convert.convert.phases import Seconds
 from mla_convert.convert.source_model import LayerPass, StreamedSource
 from mla_convert.convert.source_reading import check_reading
 from mla_convert.convert.states import MEMORY_BUDGET_BYTES
@@ -35,13 +36,13 @@ class StatisticsStore:
         folder: One safetensors file per layer.
         digest: Key of what they were measured on.
         reused: Whether they were found instead of measured.
-        forward_seconds: Time of the source's own forward passes, 0 where nothing was measured.
+        forward_seconds: Time of the source's own forward passes, none where nothing was measured.
     """
 
     folder: Path
     digest: str
     reused: bool
-    forward_seconds: float
+    forward_seconds: Seconds
 
     def load(self, layer: int) -> LayerStatistics:
         """Statistics of one layer."""
@@ -110,7 +111,7 @@ def calibrate(
     )
     folder = cache_root() / "statistics" / digest.removeprefix("sha256:")
     if all((folder / _layer_file(layer)).is_file() for layer in range(checkpoint.num_layers)):
-        return StatisticsStore(folder, digest, reused=True, forward_seconds=0.0)
+        return StatisticsStore(folder, digest, reused=True, forward_seconds=Seconds())
     shutil.rmtree(folder, ignore_errors=True)  # somebody has tidied up in it
     with fill_once(folder) as working:
         streamed = StreamedSource(checkpoint, budget_bytes)

@@ -36,7 +36,8 @@ BLOCK_BYTES = 8 * 1024**2
 def row_blocks(matrix: Tensor) -> tuple[Tensor, ...]:
     """Views of the rows of a tensor, as many at a time as take `BLOCK_BYTES` in float64."""
     per_row = 8 * max(1, matrix[0].numel())
-    return matrix.split(max(1, BLOCK_BYTES // per_row))
+    blocks: tuple[Tensor, ...] = matrix.split(max(1, BLOCK_BYTES // per_row))
+    return blocks
 
 
 def all_finite(value: Tensor) -> bool:
