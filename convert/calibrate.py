@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mla_convert.cache_dir import cache_root, fill_once
 from mla_convert.convert.checkpoint import SourceCheckpoint
+from mla_convert.convert.phases import Seconds
 from mla_convert.convert.source_model import LayerPass, StreamedSource
 from mla_convert.convert.source_reading import check_reading
 from mla_convert.convert.states import MEMORY_BUDGET_BYTES
@@ -41,7 +42,7 @@ class StatisticsStore:
     folders: tuple[Path, ...]
     digest: str
     reused: bool
-    forward_seconds: float
+    forward_seconds: Seconds
 
     @classmethod
     def joined(cls, stores: Sequence[StatisticsStore]) -> StatisticsStore:
@@ -50,7 +51,7 @@ class StatisticsStore:
             return stores[0]
         folders = tuple(folder for store in stores for folder in store.folders)
         digest = sha256_json([store.digest for store in stores])
-        forward = sum(store.forward_seconds for store in stores)
+        forward = sum((store.forward_seconds for store in stores), Seconds())
         return cls(folders, digest, all(store.reused for store in stores), forward)
 
     def load(self, layer: int) -> LayerStatistics:
@@ -159,7 +160,7 @@ def calibrate(
     )
     folder = cache_root() / "statistics" / digest.removeprefix("sha256:")
     if all((folder / _layer_file(layer)).is_file() for layer in range(checkpoint.num_layers)):
-        return StatisticsStore((folder,), digest, reused=True, forward_seconds=0.0)
+        return StatisticsStore((folder,), digest, reused=True, forward_seconds=Seconds())
     shutil.rmtree(folder, ignore_errors=True)  # somebody has tidied up in it
     with fill_once(folder) as working:
         streamed = StreamedSource(checkpoint, budget_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from mla_convert.convert.checkpoint_writer import (
 from mla_convert.convert.closed_form import ClosedForm, measure_for
 from mla_convert.convert.loss_check import LossProbe, chance_warning
 from mla_convert.convert.options import ConvertOptions
-from mla_convert.convert.phases import PhaseSeconds
+from mla_convert.convert.phases import PhaseSeconds, Seconds
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.planning import make_plan
 from mla_convert.convert.predict import combine, layer_loss, predictable
@@ -119,21 +118,21 @@ def convert(
     check_disk(out, checkpoint, plan)
     check_writable(out)
     digests = digest_of_source(checkpoint)
-    started = time.perf_counter()
+    started = Seconds.now()
     evidence = gather(checkpoint, digests, plan, memory_budget_bytes)
-    calibrated = time.perf_counter()
+    calibrated = Seconds.now()
     with FolderTransaction(out, overwrite=overwrite) as transaction, tempfile.TemporaryDirectory() as scratch:
         work = _Work(checkpoint, plan, evidence, transaction.working, Path(scratch), prediction, memory_budget_bytes)
         written = work.write()
-        converted = time.perf_counter()
+        converted = Seconds.now()
         manifest = work.finish(written, digests, environment, _warnings(checkpoint, plan, evidence))
         manifest.write(transaction.working)
         if measure is not None:
             manifest = with_measured(manifest, measure(transaction.working))
             manifest.write(transaction.working)
         transaction.commit()
-    forward = 0.0 if evidence is None else evidence.store.forward_seconds
-    checked = time.perf_counter() - converted
+    forward = Seconds() if evidence is None else evidence.store.forward_seconds
+    checked = Seconds.now() - converted
     seconds = PhaseSeconds(forward, calibrated - started - forward, converted - calibrated, checked)
     return Conversion(out, plan, manifest, seconds)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from mla_convert.cache_dir import cache_root
 from mla_convert.convert.checkpoint import EMBEDDING, TIED_HEAD, SourceCheckpoint
+from mla_convert.convert.phases import Seconds
 from mla_convert.convert.states import MEMORY_BUDGET_BYTES, StateStore
 from mla_convert.convert.tensor_files import row_blocks
 from mla_convert.progress import track
@@ -69,7 +69,7 @@ class StreamedSource:
     def __init__(self, checkpoint: SourceCheckpoint, budget_bytes: int = MEMORY_BUDGET_BYTES) -> None:
         self._checkpoint = checkpoint
         self._budget = budget_bytes
-        self.forward_seconds = 0.0
+        self.forward_seconds = Seconds()
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(checkpoint.config, attn_implementation="sdpa")
         self._model = skeleton.eval().model
@@ -102,17 +102,17 @@ class StreamedSource:
 
     def embed_into(self, states: StateStore, token_ids: Tensor) -> None:
         """Write the embeddings of (N, T) tokens into `states`."""
-        started = time.perf_counter()
+        started = Seconds.now()
         table = self._checkpoint.tensor(EMBEDDING)
         for windows in batches_of(states):
             states.write(windows, nn.functional.embedding(token_ids[windows], table))
-        self.forward_seconds += time.perf_counter() - started
+        self.forward_seconds += Seconds.now() - started
 
     @torch.inference_mode()
     def _run_layer(
         self, index: int, states: StateStore, positions: Tensor, rope: tuple[Tensor, Tensor]
     ) -> Generator[BatchPass, None, None]:
-        started = time.perf_counter()
+        started = Seconds.now()
         seen: list[Tensor] = []
 
         def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -126,9 +126,9 @@ class StreamedSource:
                         states.read(windows), attention_mask=None, position_ids=positions, position_embeddings=rope
                     )
                     states.write(windows, hidden)
-                    self.forward_seconds += time.perf_counter() - started
+                    self.forward_seconds += Seconds.now() - started
                     yield BatchPass(index, windows, seen[0], seen[1], hidden)
-                    started = time.perf_counter()
+                    started = Seconds.now()
             finally:
                 hook.remove()
 

@@ -19,6 +19,8 @@ from mla_convert.eval.cache_bytes import CacheMeasurement, count_cache, find_cac
 from mla_convert.eval.loading import load_model
 from mla_convert.manifests.models import MANIFEST_NAME, load
 
+# Logits are divided by it in float32, which must not overflow.
+LOWEST_TEMPERATURE = 1e-6
 Ending = Literal["end-of-text", "length"]
 
 
@@ -46,8 +48,13 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UsageFault("--max-new-tokens is out of range", expected="1 or more", found=str(self.max_new_tokens))
-        if not 0 <= self.temperature < float("inf"):
-            raise UsageFault("--temperature is out of range", expected="0 or more", found=str(self.temperature))
+        if self.temperature != 0 and not LOWEST_TEMPERATURE <= self.temperature < float("inf"):
+            raise UsageFault(
+                "--temperature is out of range",
+                expected=f"0, or {LOWEST_TEMPERATURE:g} or more",
+                found=str(self.temperature),
+                remedy="0 takes the likeliest token.",
+            )
 
 
 @dataclass(frozen=True)

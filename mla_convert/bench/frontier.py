@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mla_convert.bench.frontier_report import FrontierPoint, FrontierReport, SourcePoint, TextUsed
 from mla_convert.convert.budget import parse_widths, width_limits
@@ -18,6 +18,7 @@ from mla_convert.convert.inspection import source_cache, target_cache
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.receipts import SourceDigests, digest_of_source, prediction_record
+from mla_convert.convert.recipes import RECIPES, apply_recipe
 from mla_convert.convert.run import convert
 from mla_convert.errors import UsageFault
 from mla_convert.eval import defaults
@@ -29,10 +30,6 @@ from mla_convert.eval.source_states import source_states
 from mla_convert.manifests.environment import capture
 
 Measure = Literal["none", "best", "all"]
-# Options that a published method stands for, beside the widths and the profile.
-RECIPES: Mapping[str, Mapping[str, Any]] = {
-    "mha2mla": {"rope_policy": "2-norm", "factorization": "joint", "weighting": "weight", "gamma": "one"},
-}
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,10 @@ def recipe_options(options: ConvertOptions, name: str) -> ConvertOptions:
     """
     if name not in RECIPES:
         raise UsageFault("no such recipe", expected=", ".join(RECIPES), found=name, where="--recipe")
-    return replace(options, profile="auto", **RECIPES[name])
+    recipe = RECIPES[name]  # type: ignore[index]
+    text = options.calibration if recipe.calibrated else ()
+    chosen = replace(options, profile="auto", calibration=text, recipe=name)  # type: ignore[arg-type]
+    return apply_recipe(chosen)
 
 
 def _recipe_plans(

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,19 +48,20 @@ def command_line(arguments: Sequence[str]) -> str:
     return shlex.join(["mla-convert", *arguments])
 
 
-def run_step(name: str, arguments: Sequence[str]) -> Step:
+def run_step(name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> Step:
     """Print a command line on standard error, run it, and read its JSON result.
 
     Args:
         name: What the step is called.
         arguments: Arguments after `mla-convert`, `--json` among them.
+        variables: Further environment variables.
 
     Raises:
         MLAConvertError: Of the kind that the command's exit code stands for, with its message.
     """
     print(f"$ {command_line(arguments)}", file=sys.stderr, flush=True)
     # transformers' bars for weights that load in a second would bury the commands.
-    environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **(variables or {})}
     command = [sys.executable, "-m", "mla_convert.cli.main", *arguments]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process,

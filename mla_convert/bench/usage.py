@@ -21,10 +21,13 @@ class Usage:
         seconds: Wall-clock time.
         peak_rss_bytes: Largest resident memory seen of the process and its children together. Sampled ten
             times a second, so a shorter peak can be missed; pages of mapped files count while resident.
+        peak_private_bytes: Largest resident memory of any one of them without the pages of mapped files, which the
+            system can drop at any time; None where the system does not tell them apart.
     """
 
     seconds: float
     peak_rss_bytes: int
+    peak_private_bytes: int | None = None
 
 
 class UsageMeter:
@@ -38,7 +41,7 @@ class UsageMeter:
         self._process = psutil.Process(os.getpid() if pid is None else pid)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._peak = 0
+        self._peak = _Resident(0, None)
         self._started = 0.0
         self.usage = Usage(0.0, 0)
 
@@ -53,25 +56,42 @@ class UsageMeter:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        self.usage = Usage(time.perf_counter() - self._started, max(self._peak, _resident(self._process)))
+        peak = self._peak.largest(_resident(self._process))
+        self.usage = Usage(time.perf_counter() - self._started, peak.rss, peak.private)
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
-            self._peak = max(self._peak, _resident(self._process))
+            self._peak = self._peak.largest(_resident(self._process))
 
 
-def _resident(process: psutil.Process) -> int:
-    """Resident bytes of a process and all below it; 0 for what has ended."""
+@dataclass(frozen=True)
+class _Resident:
+    """Resident bytes: of all processes together, and the private ones of the largest."""
+
+    rss: int
+    private: int | None
+
+    def largest(self, other: _Resident) -> _Resident:
+        private = [value for value in (self.private, other.private) if value is not None]
+        return _Resident(max(self.rss, other.rss), max(private, default=None))
+
+
+def _resident(process: psutil.Process) -> _Resident:
+    """Of a process and all below it; nothing for what has ended."""
     try:
         family = [process, *process.children(recursive=True)]
     except psutil.Error:
-        return 0
-    return sum(_own(member) for member in family)
+        return _Resident(0, None)
+    own = [_own(member) for member in family]
+    private = [member.private for member in own if member.private is not None]
+    return _Resident(sum(member.rss for member in own), max(private, default=None))
 
 
-def _own(process: psutil.Process) -> int:
+def _own(process: psutil.Process) -> _Resident:
     try:
-        return int(process.memory_info().rss)
+        found = process.memory_info()
     except psutil.Error:
         # It ended between being listed and being asked.
-        return 0
+        return _Resident(0, None)
+    # Only Linux says how much of it is of files.
+    return _Resident(int(found.rss), int(found.rss - found.shared) if hasattr(found, "shared") else None)

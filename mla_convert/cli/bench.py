@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mla_convert.cli import bench_scaling
 from mla_convert.cli.common import Debug, JsonFlag, Seed, epilog, run_command
 from mla_convert.eval import defaults
 
@@ -31,6 +32,9 @@ command = typer.Typer(rich_markup_mode="rich")
 @command.callback()
 def _benches() -> None:
     """One bench still is a subcommand: without this, typer would make it the command itself."""
+
+
+command.command("scaling", epilog=epilog(bench_scaling.EXAMPLES))(bench_scaling.command)
 
 
 @command.command("fidelity", epilog=epilog(EXAMPLES))

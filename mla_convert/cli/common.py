@@ -13,11 +13,13 @@ import json
 import math
 import os
 import platform
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
+from types import FrameType
 from typing import Annotated, Protocol, TextIO, runtime_checkable
 
 import typer
@@ -29,6 +31,7 @@ from mla_convert.errors import EnvironmentFault, MLAConvertError
 from mla_convert.version import __version__
 
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 EXIT_BROKEN_PIPE = 141
 EXIT_INTERNAL = 70
 DEBUG_VARIABLE = "MLA_CONVERT_DEBUG"
@@ -78,6 +81,20 @@ class Judged(Protocol):
     @property
     def exit_code(self) -> int:
         """The exit code, once the result has been printed."""
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end (SIGTERM), and ends as it does for Ctrl-C: cleaning up on its way out."""
+
+
+def heed_termination() -> None:
+    """Turn the first SIGTERM into `Terminated`; a second one ends the process at once."""
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, handler)
 
 
 def run_command(json_output: bool, body: Callable[[], CommandResult], *, debug: bool = False) -> None:
@@ -203,6 +220,8 @@ def _jsonable(value: object) -> object:
 
 def _explain(error: BaseException) -> tuple[int, dict[str, object], str]:
     """Exit code, fields for JSON, and the line to print."""
+    if isinstance(error, Terminated):
+        return EXIT_TERMINATED, _fields("terminated", "terminated"), "terminated"
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, _fields("interrupted", "interrupted"), "interrupted"
     if isinstance(error, MLAConvertError):

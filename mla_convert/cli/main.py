@@ -92,6 +92,7 @@ def _report_usage(error: TyperException, json_output: bool) -> int:
 
 def main() -> None:
     """Entry point of the installed command."""
+    common.heed_termination()
     sys.exit(run(sys.argv[1:]))
 
 

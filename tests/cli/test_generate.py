@@ -48,6 +48,7 @@ def test_chat_prints_the_reply_alone(pico: PicoFactory, capfd: pytest.CaptureFix
         (["--prompt", "x", "--max-new-tokens", "9999"], 4),
         (["--prompt", "x", "--max-new-tokens", "0"], 2),
         (["--prompt", "x", "--temperature", "-1"], 2),
+        (["--prompt", "x", "--temperature", "1e-320"], 2),
         ([], 2),
     ],
 )

@@ -177,3 +177,22 @@ def test_a_run_killed_from_outside_leaves_no_output(pico: PicoFactory, tmp_path:
 
     assert child.returncode == -signal.SIGKILL
     assert not out.exists()
+
+
+def test_a_terminated_command_cleans_up_behind_itself(pico: PicoFactory, tmp_path: Path) -> None:
+    """SIGTERM is how schedulers and containers end a process; unlike SIGKILL it leaves time to tidy up."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "mla_convert.cli.main", "convert", str(pico()), str(out), "--lossless"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        deadline = time.monotonic() + 300
+        while not list(tmp_path.glob(".out.incomplete-*/*")):
+            assert child.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        child.terminate()
+        messages = child.stderr.read()
+
+    assert child.returncode == 143
+    assert messages.splitlines()[-1] == "error: terminated"
+    assert list(tmp_path.iterdir()) == []

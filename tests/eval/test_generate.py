@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mla_convert.errors import InputRefused, UsageFault
-from mla_convert.eval.generate import GenerateOptions, generate
+from mla_convert.eval.generate import LOWEST_TEMPERATURE, GenerateOptions, generate
 from tests.conftest import PicoFactory
 from tests.eval.helpers import EvalPair
 from tests.pico import make_pico
@@ -113,10 +113,22 @@ def test_a_folder_without_tokenizer_is_refused(pico: PicoFactory) -> None:
         generate(str(pico("llama", tokenizer=False)), GREEDY)
 
 
-@pytest.mark.parametrize("fields", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_new_tokens": 0},
+        *({"temperature": value} for value in (-1.0, float("nan"), float("inf"), 1e-320, LOWEST_TEMPERATURE / 2)),
+    ],
+)
 def test_options_out_of_range_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UsageFault, match="out of range"):
         GenerateOptions(PROMPT, **fields)  # type: ignore[arg-type]
+
+
+def test_the_lowest_temperature_draws_the_likeliest_token(pico: PicoFactory) -> None:
+    folder = str(pico())
+
+    assert generate(folder, replace(DRAWN, temperature=LOWEST_TEMPERATURE)).new_ids == generate(folder, GREEDY).new_ids
 
 
 def test_json_holds_the_tokens_and_what_made_them(lossy: EvalPair) -> None:
