@@ -23,6 +23,8 @@ from mla_convert.convert.plan import (
 
 DEFAULT_TOKENS = 5120
 DEFAULT_WINDOW = 512
+# Fitting has more to learn than second moments have.
+REFINE_CALIBRATION_TOKENS = 20480
 REFINE_STEPS, REFINE_BATCH, REFINE_E2E_TOKENS = 60, 2, 40960
 LONG_WINDOW = 2048
 
