@@ -24,7 +24,8 @@ class RefinableAttention(nn.Module):
         latent: (r, D).
         key_up: (H·d_N, r).
         value_up: (H·d_V, r).
-        output: (D, H·d_V).
+        output: (D, H·d_V), not fitted: the source's own projection loses nothing, and fitting it learned the
+            calibration text at the cost of other text (docs/fidelity.md).
         query_bias: (H·(d_N + 2m),) where the layer has one.
         rope_bias: (2m,) where the layer has one.
         output_bias: (D,) where the layer has one.
@@ -42,7 +43,7 @@ class RefinableAttention(nn.Module):
         self.latent = _parameter(weights.latent)
         self.key_up = _parameter(weights.k_up.repeat_interleave(rep, dim=0).flatten(0, 1))
         self.value_up = _parameter(weights.v_up.repeat_interleave(rep, dim=0).flatten(0, 1))
-        self.output = _parameter(weights.output.permute(1, 0, 2).flatten(1))
+        self.output = _parameter(weights.output.permute(1, 0, 2).flatten(1)).requires_grad_(False)
         self.query_bias = self.rope_bias = self.output_bias = None
         if weights.q_nope_bias is not None and weights.q_rope_bias is not None:
             bias = torch.cat([weights.q_nope_bias, _real(weights.q_rope_bias, 1)], dim=1)

@@ -26,7 +26,7 @@ CALIBRATION_TOKENS, CALIBRATION_WINDOW = 5120, 512
 MEASURE_TOKENS = 4096
 # Fitting has more to learn than second moments have.
 REFINE_CALIBRATION_TOKENS = 20480
-REFINE_STEPS, REFINE_BATCH, REFINE_TOKENS = 60, 2, 40960
+REFINE_STEPS, REFINE_BATCH, REFINE_TOKENS = 80, 2, 20480
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
 Lossless = Annotated[

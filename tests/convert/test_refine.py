@@ -72,12 +72,13 @@ def test_what_is_fitted_computes_what_the_reference_computes(bias: bool) -> None
     assert attention.to_weights().heads_per_group == 1
 
 
-def test_every_parameter_takes_part() -> None:
+def test_every_parameter_but_the_sources_own_projection_takes_part() -> None:
     attention = RefinableAttention(random_weights(bias=True))
     attention(torch.randn(1, 7, D, generator=torch.Generator().manual_seed(1))).square().sum().backward()
 
     gradients = {name: parameter.grad for name, parameter in attention.named_parameters()}
     assert len(gradients) == 9
+    assert gradients.pop("output") is None
     assert all(gradient is not None and bool(gradient.abs().max() > 0) for gradient in gradients.values())
 
 
