@@ -10,7 +10,7 @@ import pytest
 
 from mla_convert.assets.wikipedia import WikipediaSplits
 from mla_convert.bench import fidelity as module
-from mla_convert.bench.fidelity import BARS, FidelityReport, FidelityRequest, FidelityRow, run_fidelity
+from mla_convert.bench.fidelity import BARS, COMPARED, Bar, FidelityReport, FidelityRequest, FidelityRow, run_fidelity
 from mla_convert.bench.plan_spec import PlanSpec
 from mla_convert.bench.usage import Usage
 from mla_convert.errors import InputRefused, UsageFault
@@ -29,6 +29,7 @@ def request_of_pico(pico: PicoFactory, tmp_path_factory: pytest.TempPathFactory)
         source=str(pico("llama", kv_heads=2)),
         calibration=str(write_text(folder / "calibration.txt", 1500, seed=1)),
         text=str(write_text(folder / "heldout.txt", 1500, seed=2)),
+        off_domain=str(write_text(folder / "other.txt", 1500, seed=3)),
         plans=PLANS,
         max_tokens=1024,
         calibration_tokens=1024,
@@ -75,14 +76,19 @@ def test_json_holds_each_plan_whole(report: FidelityReport) -> None:
     assert [plan["plan"] for plan in found["plans"]] == ["hf:16+40", "engine:8+12"]
     assert [plan["width"] for plan in found["plans"]] == [56, 20]
     assert found["plans"][0]["evaluation"]["text"]["tokens"] == 1024
+    assert found["plans"][0]["off_domain"]["text"]["sha256"] != found["plans"][0]["evaluation"]["text"]["sha256"]
     assert found["environment"]["command"] == ["mla-convert", "bench"]
     assert found["passed"] is True
 
 
-def outcome(evaluation: Evaluation, ratio: float, bar: float | None) -> FidelityRow:
-    figures = replace(evaluation.figures, ratio=ratio)
+def outcome(evaluation: Evaluation, ratio: float, bar: Bar | None, off_domain: float | None = None) -> FidelityRow:
     usage = Usage(1.0, 1)
-    return FidelityRow(PLANS[0], replace(evaluation, figures=figures), usage, usage, bar)
+    beside = None if off_domain is None else with_ratio(evaluation, off_domain)
+    return FidelityRow(PLANS[0], with_ratio(evaluation, ratio), beside, usage, usage, bar)
+
+
+def with_ratio(evaluation: Evaluation, ratio: float) -> Evaluation:
+    return replace(evaluation, figures=replace(evaluation.figures, ratio=ratio))
 
 
 @pytest.mark.parametrize(
@@ -92,16 +98,25 @@ def test_a_missed_bar_ends_with_three_and_is_not_rounded_away(
     report: FidelityReport, ratios: tuple[float | None, ...], code: int
 ) -> None:
     evaluation = report.rows[0].evaluation
-    rows = tuple(outcome(evaluation, r or 9.0, None if r is None else 1.30) for r in ratios)
+    rows = tuple(outcome(evaluation, r or 9.0, None if r is None else Bar(1.30)) for r in ratios)
 
     assert replace(report, rows=rows).exit_code == code
 
 
+@pytest.mark.parametrize(("off_domain", "passed"), [(1.25, True), (1.2500001, False), (None, True)])
+def test_a_bar_off_the_domain_counts_as_well(report: FidelityReport, off_domain: float | None, passed: bool) -> None:
+    row = outcome(report.rows[0].evaluation, 1.0, Bar(1.06, 1.25), off_domain)
+
+    assert row.passed is passed
+
+
 def test_the_bars_are_for_the_default_model_and_texts_only() -> None:
-    assert [(str(plan), bar) for plan, bar in BARS.items()] == [("hf:48+144", 1.30), ("engine:40+152", 1.40)]
-    assert FidelityRequest().plans == tuple(BARS)
+    assert BARS[PlanSpec.parse("hf:48+144")] == Bar(1.30)
+    assert BARS[PlanSpec.parse("engine:40+152")] == Bar(1.36)
+    assert {plan.width for plan in BARS if plan.refine is not None} == {192, 128, 96}
+    assert FidelityRequest().plans == (*COMPARED, *BARS)
     assert FidelityRequest().has_bars
-    for fields in ({"source": "x"}, {"calibration": "x"}, {"text": "x"}):
+    for fields in ({"source": "x"}, {"calibration": "x"}, {"text": "x"}, {"off_domain": "x"}):
         assert not replace(FidelityRequest(), **fields).has_bars
 
 
@@ -122,7 +137,9 @@ def test_the_real_model_at_half_width(smollm2: Path, wikipedia: WikipediaSplits)
     report = run_fidelity(FidelityRequest(plans=plans, max_tokens=1024))
     row = report.rows[0]
 
-    assert row.bar == 1.40
+    assert row.bar == Bar(1.36)
+    assert row.off_domain is not None
+    assert 1.0 < row.off_domain.figures.ratio < 3.0
     assert row.evaluation.target_cache.numbers_per_token_per_layer == (192,) * 30
     assert row.evaluation.target_cache.bytes_per_token * 2 == row.evaluation.source_cache.bytes_per_token
     assert 1.0 < row.evaluation.figures.ratio < 1.6

@@ -34,6 +34,8 @@ def test_what_is_printed_reads_back(profile: str, rope: int, latent: int, policy
         (" engine:40+152", "profile:rope\\+latent"),
         ("engine:40+152:", "profile:rope\\+latent"),
         ("vllm:40+152", "no such profile; expected engine, hf, full; found vllm"),
+        ("hf:40+152:high:low", "more than one rope policy or recipe"),
+        ("hf:40+152:self:block", "no such rope policy or recipe; expected optimal, .*; found self"),
         ("hf:40+152:best", "no such rope policy or recipe; expected optimal, .*; found best"),
     ],
 )
@@ -48,6 +50,20 @@ def test_the_conversion_it_stands_for() -> None:
     assert (options.profile, options.qk_rope_head_dim, options.kv_lora_rank) == ("hf", 48, 144)
     assert (options.rope_policy, options.calibration) == ("2-norm", ("text.jsonl",))
     assert (options.calibration_tokens, options.seed) == (640, 3)
+
+
+@given(
+    policy=st.sampled_from(["optimal", "high"]),
+    refine=st.sampled_from([None, "block", "e2e"]),
+    own_text=st.booleans(),
+)
+def test_refinement_and_own_text_read_back(policy: str, refine: str | None, own_text: bool) -> None:
+    spec = PlanSpec("engine", 40, 152, policy, None, refine, own_text)  # type: ignore[arg-type]
+
+    assert PlanSpec.parse(str(spec)) == spec
+    options = spec.options("text.jsonl", tokens=640, seed=3)
+    assert options.refine == refine
+    assert options.calibration == (("text.jsonl", "self") if own_text else ("text.jsonl",))
 
 
 def test_a_recipe_stands_where_a_policy_does() -> None:
