@@ -57,6 +57,7 @@ class ConvertResult:
             "prediction": None if manifest.prediction is None else manifest.prediction.model_dump(mode="json"),
             "measured": None if manifest.measured is None else manifest.measured.model_dump(mode="json"),
             "calibration": None if calibration is None else calibration.model_dump(mode="json", exclude={"documents"}),
+            "refinement": None if manifest.refinement is None else manifest.refinement.model_dump(mode="json"),
             "warnings": manifest.warnings,
             "seconds": self.seconds,
             "phase_seconds": asdict(self.conversion.seconds),
@@ -79,7 +80,7 @@ class ConvertResult:
             if found is not None:
                 worst = f"worst {found['worst']:.3g} in layer {found['worst_layer']}"
                 rows.append((name.replace("_", " "), f"mean {found['mean']:.3g}, {worst}"))
-        rows += _loss_rows(manifest)
+        rows += [*_refinement_rows(manifest), *_loss_rows(manifest)]
         rows += [("warning", warning) for warning in manifest.warnings]
         console.print(_grid([*rows, ("time", f"{self.seconds:.1f} s")]))
 
@@ -178,6 +179,20 @@ def _calibration_rows(spec: CalibrationSpec | None) -> list[tuple[str, str]]:
         tokens = spec.long_windows * spec.long_window
         long = f"and {tokens:,} in windows of {spec.long_window:,}: {spec.score_ratio:.1f} times the scores to measure"
         rows.append(("", long))
+    return rows
+
+
+def _refinement_rows(manifest: ConversionManifest) -> list[tuple[str, str]]:
+    """What fitting did to windows that were not fitted to; the errors above are of the closed form."""
+    record = manifest.refinement
+    if record is None:
+        return []
+    count = len(record.layers)
+    before, after = sum(fit.before for fit in record.layers) / count, sum(fit.after for fit in record.layers) / count
+    rows = [("refined", f"held-out distance from the source's stream {before:.3g} → {after:.3g}, mean over the layers")]
+    if record.end_to_end is not None:
+        last = record.end_to_end
+        rows.append(("", f"end to end: held-out KL {last.before:.4f} → {last.after:.4f} nats per token"))
     return rows
 
 
