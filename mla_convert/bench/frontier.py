@@ -114,7 +114,7 @@ def recipe_options(options: ConvertOptions, name: str) -> ConvertOptions:
     """
     if name not in RECIPES:
         raise UsageFault("no such recipe", expected=", ".join(RECIPES), found=name, where="--recipe")
-    recipe = RECIPES[name]  # type: ignore[index]
+    recipe = RECIPES[name]
     text = options.calibration if recipe.calibrated else ()
     chosen = replace(options, profile="auto", calibration=text, recipe=name)  # type: ignore[arg-type]
     return apply_recipe(chosen)
