@@ -12,6 +12,7 @@ from mla_convert.manifests.identity import canonical_mla_id, checkpoint_identity
 from mla_convert.manifests.layers import LayerReceipt
 from mla_convert.manifests.models import NO_SPLIT, ConversionManifest
 from mla_convert.manifests.problems import VerifyProblem, expect, problem
+from mla_convert.manifests.refinement import FitRecord
 
 FREQUENCY_TOLERANCE = 1e-6
 """Relative; runtimes hold frequencies in float32, whose spacing is 1.2e-7."""
@@ -29,6 +30,7 @@ def check_records(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
     yield from _calibration(manifest)
     yield from _reload_check(manifest)
     yield from _quality(manifest)
+    yield from _refinement(manifest)
     yield from same_fields("split", NO_SPLIT, manifest.split)
 
 
@@ -112,6 +114,39 @@ def _calibration(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
         tokens = text.windows * record.window_length + text.long_windows * record.long_window_length
         yield from expect(f"calibration.texts.{index}.tokens", tokens, text.tokens)
     yield from expect("calibration.tokens", sum(text.tokens for text in texts), record.tokens)
+
+
+def _refinement(manifest: ConversionManifest) -> Iterator[VerifyProblem]:
+    record, calibration = manifest.refinement, manifest.calibration
+    if record is None:
+        return
+    if calibration is None:
+        yield problem("missing", "calibration", "the windows that layers were fitted to")
+    else:
+        yield from expect("refinement.windows", calibration.windows, record.windows)
+        yield from expect("refinement.window", calibration.window_length, record.window)
+    yield from expect("refinement.seed", manifest.method.seed, record.seed)
+    held = record.held_out_windows
+    if list(held) != sorted(set(held)) or held[0] < 0 or held[-1] >= record.windows or len(held) >= record.windows:
+        wanted = f"some windows below {record.windows} in order, each once"
+        yield problem("invalid", "refinement.held_out_windows", wanted, held)
+    layers = manifest.identity.architecture.num_hidden_layers
+    yield from expect("refinement.layers (how many)", layers, len(record.layers))
+    for index, layer in enumerate(record.layers):
+        yield from _fit(f"refinement.layers.{index}", layer, record.block_steps)
+    for name in ("e2e_rate", "e2e_steps", "end_to_end"):
+        yield from expect(f"refinement.{name} is given", record.kind == "e2e", getattr(record, name) is not None)
+    if record.end_to_end is not None and record.e2e_steps is not None:
+        yield from _fit("refinement.end_to_end", record.end_to_end, record.e2e_steps)
+
+
+def _fit(prefix: str, record: FitRecord, steps: int) -> Iterator[VerifyProblem]:
+    if record.after > record.before:
+        yield problem("invalid", f"{prefix}.after", f"at most {record.before}, as before the fit", record.after)
+    if record.kept_step > steps:
+        yield problem("invalid", f"{prefix}.kept_step", f"at most {steps}", record.kept_step)
+    # A state is kept only where its loss is smaller than that of all before it.
+    yield from expect(f"{prefix}.kept_step is 0", record.after == record.before, record.kept_step == 0)
 
 
 def _reload_check(manifest: ConversionManifest) -> Iterator[VerifyProblem]:

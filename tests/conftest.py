@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import hypothesis
 import pytest
 import torch
 
@@ -26,6 +27,8 @@ from tests.pico import PicoOptions, make_pico
 PicoFactory = Callable[..., Path]
 REAL_ASSETS = ("smollm2", "wikipedia")
 T = TypeVar("T")
+# Examples are a function of the test and no deadline depends on the machine's load, here as in CI.
+hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -220,7 +220,7 @@ def test_what_cannot_be_done_is_refused_before_any_work(
     changes: dict[str, object],
     message: str,
 ) -> None:
-    monkeypatch.setattr(module, "gather_evidence", lambda *_arguments: pytest.fail("something was calibrated"))
+    monkeypatch.setattr(module, "gather", lambda *_arguments: pytest.fail("something was calibrated"))
 
     with pytest.raises(UsageFault, match=message):
         run_frontier(source, replace(request_of_pico, **changes))
@@ -229,7 +229,7 @@ def test_what_cannot_be_done_is_refused_before_any_work(
 def test_text_that_calibration_reads_is_refused_before_any_work(
     source: SourceCheckpoint, request_of_pico: FrontierRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "gather_evidence", lambda *_arguments: pytest.fail("something was calibrated"))
+    monkeypatch.setattr(module, "gather", lambda *_arguments: pytest.fail("something was calibrated"))
 
     with pytest.raises(InputRefused, match="were calibration text"):
         run_frontier(source, replace(request_of_pico, text=request_of_pico.options.calibration))

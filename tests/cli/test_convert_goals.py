@@ -209,7 +209,7 @@ def test_a_refusal_comes_before_any_calibration(
     arguments, message = REFUSALS[case]
     text = () if "--lossless" in arguments else calibrated
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose_module, "gather_evidence", lambda *_arguments: pytest.fail("something was calibrated"))
+        patch.setattr(choose_module, "gather", lambda *_arguments: pytest.fail("something was calibrated"))
         done = run_convert(pico("llama", kv_heads=2), tmp_path / "out", *arguments, *text)
 
     assert done.code == 2

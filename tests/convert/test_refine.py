@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mla_convert.convert import refine_block
+from mla_convert.convert import refine_block, reload_check, reload_child
 from mla_convert.convert.checkpoint import open_source
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.refinable import RefinableAttention
@@ -54,6 +54,12 @@ def random_weights(bias: bool) -> MLALayerWeights:
         frequencies=torch.tensor([1.0, 0.3, 0.3], dtype=torch.float64),
         softmax_scale=0.05,
     )
+
+
+@pytest.fixture(autouse=True)
+def _reload_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fresh process costs four seconds a conversion; `test_reload_check.py` has it."""
+    monkeypatch.setattr(reload_check, "_run_child", reload_child.compare)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -160,11 +166,17 @@ def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared by both kinds, which begin with the same layers."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("kind", ["block", "e2e"])
 def test_a_refined_conversion_is_closer_and_says_so(
-    prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    prose: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setenv("MLA_CONVERT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MLA_CONVERT_CACHE", str(cache))
     source = TINY_TRAINED
     wanted = refined(
         prose,
@@ -187,7 +199,7 @@ def test_a_refined_conversion_is_closer_and_says_so(
     if record.end_to_end is not None:
         assert record.end_to_end.after < record.end_to_end.before
         assert record.e2e_steps == 20
-    assert verify_folder(tmp_path / "out", source) == ()
+    assert verify_folder(tmp_path / "out", source).problems == ()
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "again")
     assert again.manifest.canonical_mla_id == done.manifest.canonical_mla_id
 
@@ -199,7 +211,7 @@ def weights_of(folder: Path) -> dict[str, bytes]:
 def test_a_run_that_was_interrupted_goes_on_with_the_layer_it_was_in(
     pico: PicoFactory, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = open_source(str(pico()))
+    source = open_source(str(pico(num_layers=3)))
     monkeypatch.setenv("MLA_CONVERT_CACHE", str(tmp_path / "whole"))
     convert(source, tmp_path / "out", refined(text))
     fitted: list[int] = []
@@ -226,7 +238,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_layer_it_was_in(
 def test_states_on_disk_change_nothing(
     pico: PicoFactory, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = pico()
+    source = pico(num_layers=2)
     for name, budget in (("memory", 2**31), ("disk", 1)):
         monkeypatch.setenv("MLA_CONVERT_CACHE", str(tmp_path / f"cache-{name}"))
         convert(str(source), tmp_path / name, refined(text), memory_budget_bytes=budget)
@@ -239,7 +251,7 @@ def test_states_on_disk_change_nothing(
 def test_the_pass_end_to_end_is_the_same_when_layers_are_computed_twice(
     pico: PicoFactory, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = pico()
+    source = pico(num_layers=2)
     for name, budget in (("kept", 2**31), ("twice", 1)):
         monkeypatch.setenv("MLA_CONVERT_CACHE", str(tmp_path / f"cache-{name}"))
         convert(str(source), tmp_path / name, refined(text, refine="e2e"), memory_budget_bytes=budget)

@@ -22,6 +22,7 @@ from mla_convert.manifests.digest import (
 from mla_convert.manifests.environment import capture
 from mla_convert.manifests.expected import expected_tensors
 from mla_convert.manifests.layers import LayerReceipt, RopeSlot
+from mla_convert.manifests.refinement import FitRecord, RefinementRecord
 
 LAYERS = 2
 THETA = 10000.0
@@ -209,7 +210,7 @@ def calibration_text() -> models.CalibrationText:
         documents=1,
         characters=9,
         weight=1.0,
-        windows=1,
+        windows=2,
         long_windows=0,
         tokens=8,
         mean_square_input=2.5,
@@ -223,8 +224,8 @@ def calibration_record() -> models.CalibrationRecord:
     return models.CalibrationRecord(
         texts=(calibration_text(),),
         documents=(models.DocumentDigest(id="a.txt#0", sha256="3" * 64),),
-        windows=1,
-        window_length=8,
+        windows=2,
+        window_length=4,
         long_windows=0,
         long_window_length=0,
         tokens=8,
@@ -251,7 +252,7 @@ def reload_check() -> models.ReloadCheck:
         worst_layer=1,
         layer_errors=(1e-6, 2e-6),
         whole_model=True,
-        calibration_loss=quality.CalibrationLoss(source=2.0, target=2.5, tokens=7, uniform=math.log(17)),
+        calibration_loss=quality.CalibrationLoss(source=2.0, target=2.5, tokens=3, uniform=math.log(17)),
     )
 
 
@@ -288,6 +289,26 @@ def measured_record() -> quality.MeasuredRecord:
     )
 
 
+def refinement_record() -> RefinementRecord:
+    """Both kinds of fits on the windows of calibration; the second layer's was undone."""
+    return RefinementRecord(
+        kind="e2e",
+        version=1,
+        optimizer="Adam",
+        block_rate=0.01,
+        block_steps=6,
+        batch=1,
+        window=4,
+        windows=2,
+        held_out_windows=(1,),
+        seed=0,
+        layers=(FitRecord(before=0.4, after=0.3, kept_step=4), FitRecord(before=0.5, after=0.5, kept_step=0)),
+        e2e_rate=0.005,
+        e2e_steps=3,
+        end_to_end=FitRecord(before=0.25, after=0.2, kept_step=3),
+    )
+
+
 def manifest_of(
     folder: Path, source: Path, arch: ids.Architecture, rotation: ids.PositionIdentity
 ) -> models.ConversionManifest:
@@ -318,7 +339,7 @@ def manifest_of(
         reload_check=reload_check(),
         prediction=prediction_record(),
         measured=measured_record(),
-        refinement=None,
+        refinement=refinement_record(),
         outputs=models.OutputsRecord(
             files=files,
             sidecars=(models.Sidecar(path="tokenizer.json", sha256=tokenizer.sha256),),
