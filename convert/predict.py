@@ -78,7 +78,9 @@ def layer_loss(
     if factored is None:
         raise ValueError(f"weighting {plan.weighting!r} does not measure the output error")
     rotary = rotation_loss(converted.slots, statistics, measured_gamma=plan.gamma == "measured")
-    return (max(factored, 0.0) + ROTATION_WEIGHT * rotary) / value_signal(weights, statistics)
+    signal = value_signal(weights, statistics)
+    # A layer that writes nothing has nothing to lose.
+    return (max(factored, 0.0) + ROTATION_WEIGHT * rotary) / signal if signal > 0 else 0.0
 
 
 def combine(losses: Sequence[float]) -> Prediction:

@@ -25,6 +25,8 @@ from mla_convert.errors import EnvironmentFault
 from mla_convert.mla.weights import MLALayerWeights
 from mla_convert.progress import bar
 
+SILENT = 1e-12
+
 
 @dataclass(frozen=True)
 class BlockFit:
@@ -115,7 +117,10 @@ def _save(attention: RefinableAttention, trace: FitTrace, path: Path) -> None:
 
 @torch.no_grad()
 def _to_middle(layer: Any, source: StateStore, rope: tuple[Tensor, Tensor]) -> float:
-    """Add the source's attention to its stream; mean of `|attention|²` over the stream's mean square, per number."""
+    """Add the source's attention to its stream; mean of `|attention|²` over the stream's mean square, per number.
+
+    At least `SILENT`, so that a layer that adds nothing has a loss.
+    """
     positions = torch.arange(source.shape[1])[None]
     total = 0.0
     for windows in batches_of(source):
@@ -129,7 +134,7 @@ def _to_middle(layer: Any, source: StateStore, rope: tuple[Tensor, Tensor]) -> f
         middle = hidden + added
         total += float((added.square().mean(-1) / _power(middle)).sum())
         source.write(windows, middle)
-    return total / (source.shape[0] * source.shape[1])
+    return max(total / (source.shape[0] * source.shape[1]), SILENT)
 
 
 def _power(stream: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mla_convert.convert import refine_block, reload_check, reload_child
@@ -273,3 +274,18 @@ def test_refinement_needs_text_and_two_windows(pico: PicoFactory, text: Path, tm
     with pytest.raises(InputRefused, match="too few calibration windows"):
         convert(source, tmp_path / "out", replace(refined(text), calibration_tokens=32))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_whose_attention_adds_nothing_has_a_loss(
+    pico: PicoFactory, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLA_CONVERT_CACHE", str(tmp_path / "cache"))
+    silent = tmp_path / "silent"
+    shutil.copytree(pico(), silent)
+    tensors = load_file(silent / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.weight"].zero_()
+    save_file(tensors, silent / "model.safetensors", metadata={"format": "pt"})
+
+    record = convert(str(silent), tmp_path / "out", refined(text, refine_steps=2)).manifest.refinement
+    assert record is not None
+    assert record.layers[0].before == 0
