@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
