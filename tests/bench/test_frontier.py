@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from mla_convert.bench import frontier as module
-from mla_convert.bench.frontier import FrontierRequest, run_frontier
+from mla_convert.bench.frontier import FrontierRequest, recipe_options, run_frontier
 from mla_convert.bench.frontier_plot import draw, series_of, source_label, title_of
 from mla_convert.bench.frontier_report import FrontierPoint, FrontierReport
 from mla_convert.convert import reload_check, reload_child
 from mla_convert.convert.checkpoint import SourceCheckpoint, open_source
+from mla_convert.convert.choose import split_plans
 from mla_convert.convert.options import ConvertOptions
+from mla_convert.convert.plan import RecipeName
+from mla_convert.convert.recipes import RECIPES
 from mla_convert.errors import InputRefused, UsageFault
 from tests.conftest import PicoFactory
 from tests.eval.helpers import write_text
@@ -91,6 +94,20 @@ def test_recipes_are_measured_at_the_split_nearest_to_the_best(report: FrontierR
         assert rival.measured is not None
         assert best.measured is not None
         assert rival.measured.figures.kl > best.measured.figures.kl
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_has_plans_at_a_width(
+    source: SourceCheckpoint, request_of_pico: FrontierRequest, name: RecipeName
+) -> None:
+    plans = split_plans(source, recipe_options(request_of_pico.options, name), 48)
+
+    assert plans
+    for plan in plans:
+        assert plan.qk_rope_head_dim + plan.kv_lora_rank == 48
+        assert plan.recipe == name
+        assert {option: getattr(plan, option) for option in RECIPES[name].settings} == RECIPES[name].settings
+        assert (plan.calibration is not None) == RECIPES[name].calibrated
 
 
 def test_the_source_is_measured_on_the_same_text(report: FrontierReport) -> None:
