@@ -26,6 +26,8 @@ from mla_convert.mla.weights import MLALayerWeights
 from mla_convert.progress import bar
 
 SILENT = 1e-12
+# Distance, in what the source's attention adds on average, from which a token's weight falls.
+SOFTENED = 10.0
 
 
 @dataclass(frozen=True)
@@ -159,13 +161,18 @@ class _Block:
     scale: float
 
     def loss(self, attention: RefinableAttention, windows: Sequence[int]) -> Tensor:
-        """Mean squared distance of the streams after attention, each token on its own scale, over `scale`."""
+        """Squared distance of the streams after attention, each token on its own scale, over `scale`: mean, softened.
+
+        A token whose stream came out wrong altogether, such as an attention sink that did not become one, is worth
+        hundreds of others and cannot be mended here; the logarithm keeps it from being all that is fitted.
+        """
         with torch.no_grad():
             hidden = torch.cat([self.converted.read(slice(number, number + 1)) for number in windows])
             middle = torch.cat([self.source.read(slice(number, number + 1)) for number in windows])
             inputs = self.layer.input_layernorm(hidden)
         error = hidden + attention(inputs) - middle  # (B, T, D)
-        loss: Tensor = (error.square().mean(-1) / _power(middle)).mean() / self.scale
+        relative = error.square().mean(-1) / (_power(middle) * self.scale)  # (B, T)
+        loss: Tensor = SOFTENED * (relative / SOFTENED).log1p().mean()
         return loss
 
     @torch.no_grad()
