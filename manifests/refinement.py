@@ -20,8 +20,9 @@ class FitRecord(Record):
 class RefinementRecord(Record):
     """Block reconstruction of every layer, and the pass end to end where it was asked for.
 
-    Losses of `layers` are relative: squared distance from the source's stream after attention over what its attention
-    adds, `10·log(1 + x/10)` of it, mean over the tokens. The loss of `end_to_end` is `KL(source ‖ target)` in nats per token. Windows are those of calibration.
+    Losses of `layers` are relative: squared distance `x` from the source's stream after attention over what its
+    attention adds, as `10·log(1 + x/10)`, mean over the tokens. The loss of `end_to_end` is `KL(source ‖ target)` in
+    nats per token. Windows are those of calibration.
     """
 
     kind: Literal["block", "e2e"]
