@@ -182,10 +182,11 @@ def test_a_refined_conversion_is_closer_and_says_so(
     wanted = refined(
         prose,
         refine=kind,
-        refine_steps=60,
+        refine_steps=20,
+        refine_batch=4,
         calibration_tokens=64 * 64,
         calibration_window=64,
-        refine_tokens=20 * 2 * 64,
+        refine_tokens=40 * 4 * 64,
     )
     done = convert(str(source), tmp_path / "out", wanted)
     again = convert(str(source), tmp_path / "again", wanted)
@@ -199,7 +200,7 @@ def test_a_refined_conversion_is_closer_and_says_so(
     assert (record.end_to_end is None) == (kind == "block")
     if record.end_to_end is not None:
         assert record.end_to_end.after < record.end_to_end.before
-        assert record.e2e_steps == 20
+        assert record.e2e_steps == 40
     assert verify_folder(tmp_path / "out", source).problems == ()
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "again")
     assert again.manifest.canonical_mla_id == done.manifest.canonical_mla_id
