@@ -118,6 +118,14 @@ def test_a_fit_that_makes_held_out_windows_worse_is_undone() -> None:
     assert float(line.slope.detach()) == 1.0
 
 
+def test_steps_that_are_too_large_are_taken_back_and_made_smaller() -> None:
+    line, settings = Line(1.0), FitSettings(steps=60, batch=1, rate=0.5, checks=12, seed=0)
+    trace = fit(line, lambda windows: line_loss(line, [1.01] * 8, windows), range(7), [7], settings)
+
+    assert trace.kept_step > 0
+    assert trace.after < 0.1 * trace.before
+
+
 def test_held_out_windows_are_never_fitted_to() -> None:
     seen: list[int] = []
     line = Line(1.0)
