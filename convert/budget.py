@@ -114,7 +114,7 @@ def parse_share(text: str, where: str) -> float:
     Raises:
         UsageFault: For anything else.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*%", text.strip())
     if found is None:
         raise UsageFault("not a percentage", expected="a share such as 25%", found=text, where=where)
     return float(found[1]) / 100

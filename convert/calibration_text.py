@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +79,23 @@ def read_corpus(given: str, text_field: str = "text", chat: ChatTemplate | None 
     reader = _Reader(text_field, chat)
     kind, found = _documents(given, reader)
     documents = tuple(document for document in found if document.text.strip())
+    for document in documents:
+        _check_name(document.name, given)
     if not documents:
         raise InputRefused("no text in it", expected="at least one document that is not empty", where=given)
     return make_corpus(given, kind, documents)
+
+
+def _check_name(name: str, where: str) -> None:
+    """Names go into the manifest, which is UTF-8.
+
+    Raises:
+        InputRefused: For one that is not Unicode.
+    """
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputRefused("a document's name that is not Unicode", found=ascii(name), where=where) from error
 
 
 def make_corpus(name: str, kind: TextKind, documents: tuple[Document, ...]) -> Corpus:
@@ -96,13 +111,14 @@ def _documents(given: str, reader: _Reader) -> tuple[TextKind, Iterator[Document
         return "datasets", reader.dataset(given)
     path = Path(given).expanduser()
     if path.is_dir():
-        files = sorted(item for item in path.rglob("*") if item.suffix in (*TEXT_SUFFIXES, ".jsonl"))
+        suffixes = (*TEXT_SUFFIXES, ".jsonl")
+        files = sorted(item for item in path.rglob("*") if item.suffix in suffixes and item.is_file())
         return "folder", (document for file in files for document in reader.file(file, path))
     if path.is_file():
         return "jsonl" if path.suffix == ".jsonl" else "text-file", reader.file(path, path.parent)
     if "*" in given:
         files = sorted(item for name in glob.glob(str(path), recursive=True) if (item := Path(name)).is_file())
-        root = Path(os.path.dirname(str(path).partition("*")[0]))
+        root = Path(os.path.dirname(re.split(r"[*?\[]", str(path), maxsplit=1)[0]))
         return "files", (document for file in files for document in reader.file(file, root))
     raise InputRefused("no such text", expected=TEXT_FORMS, where=given)
 
@@ -134,7 +150,7 @@ class _Reader:
         """The document of one line of JSON."""
         try:
             row: Any = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise InputRefused(f"not JSON: {error}", where=where) from error
         if not isinstance(row, dict):
             raise self._no_text(type(row).__name__, where)

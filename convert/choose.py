@@ -14,6 +14,7 @@ from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.planning import legal_rope_step, make_plan
 from mla_convert.convert.predict import Prediction, predict, predictable
 from mla_convert.convert.receipts import digest_of_source, prediction_record
+from mla_convert.convert.states import MEMORY_BUDGET_BYTES
 from mla_convert.errors import InputRefused, UsageFault
 from mla_convert.manifests.quality import CandidateRecord, PredictionRecord
 from mla_convert.progress import track
@@ -229,20 +230,23 @@ def widest_plan(source: SourceCheckpoint, options: ConvertOptions, goal: Goal) -
     return plan
 
 
-def choose(source: SourceCheckpoint, options: ConvertOptions, goal: Goal) -> Choice:
+def choose(
+    source: SourceCheckpoint, options: ConvertOptions, goal: Goal, memory_budget_bytes: int = MEMORY_BUDGET_BYTES
+) -> Choice:
     """Pick the plan that is predicted to lose least within a goal.
 
     Args:
         source: The source.
         options: Everything but the widths; calibration text among it.
         goal: What is asked of the plan.
+        memory_budget_bytes: Most bytes of hidden states to hold in memory while calibrating.
 
     Raises:
         UsageFault: For a goal out of range, with the legal range, or options that leave nothing to predict.
         InputRefused: If no profile carries the source, or the text cannot be used.
     """
     # Whatever the width, every plan of these options is calibrated on the same windows.
-    evidence = gather(source, digest_of_source(source), widest_plan(source, options, goal))
+    evidence = gather(source, digest_of_source(source), widest_plan(source, options, goal), memory_budget_bytes)
     assert evidence is not None  # a predictable plan has calibration text
     search, widths = Search(source, options, evidence.store), goal_widths(source, options, goal)
     best = search.best(widths[0]) if goal.max_kl is None else search.narrowest(goal.max_kl, widths)
@@ -262,8 +266,10 @@ def refuse_unpredictable(plan: ConversionPlan, what: str) -> None:
         UsageFault: If so.
     """
     if not predictable(plan):
+        found = f"--weighting {plan.weighting}, --rope-policy {plan.rope_policy}, --rope-stride {plan.rope_stride:g}"
         raise UsageFault(
-            f"{what} needs a predicted loss, which is measured with calibration text and --weighting output",
-            found="no calibration text" if plan.calibration is None else f"--weighting {plan.weighting}",
+            f"{what} needs a predicted loss",
+            expected="calibration text, --weighting output, --rope-policy optimal and a stride of 1 or 2",
+            found="no calibration text" if plan.calibration is None else found,
             remedy="Give --calibration PATH, or both --kv-lora-rank and --qk-rope-head-dim.",
         )

@@ -261,6 +261,8 @@ def _sources(options: ConvertOptions) -> tuple[tuple[str, ...], tuple[float, ...
             expected=f"--calibration-tokens at least {len(texts) * options.calibration_window}",
             found=str(options.calibration_tokens),
         )
+    largest = max(weight for _, weight in parted)
+    parted = [(name, weight / largest) for name, weight in parted]  # so that no sum of them overflows
     total = math.fsum(weight for _, weight in parted)
     return texts, tuple(weight / total for _, weight in parted)
 

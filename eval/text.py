@@ -190,7 +190,11 @@ def shared_documents(
     return tuple(found)
 
 
-def refuse_overlap(shared: Sequence[SharedDocument], allowed: bool) -> None:
+def refuse_overlap(
+    shared: Sequence[SharedDocument],
+    allowed: bool,
+    remedy: str = "Use other text, or --allow-overlap to measure on it knowingly.",
+) -> None:
     """Refuse evaluation text that calibration has read, unless allowed.
 
     Raises:
@@ -202,5 +206,5 @@ def refuse_overlap(shared: Sequence[SharedDocument], allowed: bool) -> None:
             f"{len(shared)} document(s) of the text were calibration text of this conversion",
             expected="held-out text",
             found=f"{first.name!r} (same {first.by})",
-            remedy="Use other text, or --allow-overlap to measure on it knowingly.",
+            remedy=remedy,
         )

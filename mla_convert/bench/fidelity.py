@@ -152,13 +152,15 @@ class FidelityReport:
     Attributes:
         model: The source in words.
         rows: In the order asked for.
-        calibration_tokens: Tokens that each conversion was calibrated on.
+        calibration_tokens: Tokens that each closed form was calibrated on.
+        refine_calibration_tokens: The same of refined plans.
         environment: Versions, machine and command line.
     """
 
     model: str
     rows: tuple[FidelityRow, ...]
     calibration_tokens: int
+    refine_calibration_tokens: int
     environment: Environment
 
     @property
@@ -172,6 +174,7 @@ class FidelityReport:
             "schema_version": BENCH_SCHEMA,
             "model": self.model,
             "calibration_tokens": self.calibration_tokens,
+            "refine_calibration_tokens": self.refine_calibration_tokens,
             "passed": self.exit_code == 0,
             "plans": [row.to_json() for row in self.rows],
             "environment": self.environment.model_dump(mode="json"),
@@ -217,7 +220,13 @@ def run_fidelity(request: FidelityRequest, command: Sequence[str] | None = None)
         rows.append(FidelityRow(plan, evaluation, beside, converting.usage, evaluating.usage, bar))
         print(f"  {_ratios(rows[-1])}", file=sys.stderr)
     model = source if request.source else DESCRIPTION
-    return FidelityReport(model, tuple(rows), request.calibration_tokens, environment.finish())
+    return FidelityReport(
+        model=model,
+        rows=tuple(rows),
+        calibration_tokens=request.calibration_tokens,
+        refine_calibration_tokens=request.refine_calibration_tokens,
+        environment=environment.finish(),
+    )
 
 
 def _ratios(row: FidelityRow) -> str:

@@ -67,6 +67,10 @@ class PlanSpec:
         known = (*get_args(RopePolicy), *_RECIPES)
         method = _one_of(words[0] if words else DEFAULT_POLICY, known, "rope policy or recipe")
         named = {"recipe": method} if method in _RECIPES else {"policy": method}
+        if method in _RECIPES and not RECIPES[method].calibrated and (own_text or refine):
+            raise UsageFault(
+                f"recipe {method} uses no text, so nothing of it can be refined", found=text, where="--plan"
+            )
         made = cls(profile, int(found["rope"]), int(found["latent"]), **named)  # type: ignore[arg-type]
         return replace(made, refine=refine, own_text=own_text)  # type: ignore[arg-type]
 

@@ -93,6 +93,7 @@ def fidelity(
             plans=tuple(PlanSpec.parse(item) for item in plan) if plan else standard.plans,
             max_tokens=max_tokens,
             calibration_tokens=calibration_tokens or standard.calibration_tokens,
+            refine_calibration_tokens=calibration_tokens or standard.refine_calibration_tokens,
             seed=seed,
         )
         return FidelityResult(run_fidelity(request))
@@ -141,7 +142,10 @@ class FidelityResult:
     def _conditions(self, first: Evaluation) -> list[str]:
         text = first.text
         windows = f"{text.windows} windows of {first.seq_len}, stride {first.stride}, seed {first.seed}"
-        calibrated = f"calibrated on {self.report.calibration_tokens:,}"
+        tokens = f"{self.report.calibration_tokens:,}"
+        if any(row.plan.refine is not None for row in self.report.rows):
+            tokens += f" ({self.report.refine_calibration_tokens:,} where refined)"
+        calibrated = f"calibrated on {tokens}"
         return [
             f"model   {self.report.model}",
             f"text    {', '.join(text.names)}",

@@ -249,7 +249,7 @@ class _Request:
 def _run(request: _Request, *, overwrite: bool, dry_run: bool) -> ConvertResult | DryRun:
     from mla_convert.convert.calibration_run import check_texts
     from mla_convert.convert.calibration_text import read_corpus
-    from mla_convert.convert.checkpoint_writer import absolute, refuse_existing
+    from mla_convert.convert.checkpoint_writer import absolute, check_writable, refuse_existing
     from mla_convert.convert.choose import choose, widest_plan
     from mla_convert.convert.inspection import preview_conversion
     from mla_convert.convert.planning import make_plan
@@ -264,11 +264,13 @@ def _run(request: _Request, *, overwrite: bool, dry_run: bool) -> ConvertResult 
     goal = request.goal
     plan = make_plan(checkpoint, options) if goal is None else widest_plan(checkpoint, options, goal)
     check_disk(out, checkpoint, plan)
+    if not dry_run:
+        check_writable(out)
     held_out, choice = None, None
     if request.measure and not dry_run:
         held_out = HeldOut.of(checkpoint, request.measure, options, request.measure_tokens)
     if goal is not None:
-        choice = choose(checkpoint, options, goal)
+        choice = choose(checkpoint, options, goal, request.memory_budget_bytes)
         options, plan = choice.options, choice.best.plan
     preview = preview_conversion(checkpoint, plan, out)
     if dry_run:
@@ -322,7 +324,8 @@ def refuse_idle(ctx: typer.Context) -> None:
         idle, reason = [name for name in (*SET_BY_LOSSLESS, *OF_CALIBRATION) if name in given], "with --lossless"
         remedy = "Drop it."
     elif recipe is not None and not RECIPES[recipe].calibrated and asked.get("calibration"):
-        idle, reason = [name for name in ("calibration", *OF_CALIBRATION) if name in given], f"with --recipe {recipe}"
+        names = ("calibration", "refine", *OF_CALIBRATION)
+        idle, reason = [name for name in names if name in given], f"with --recipe {recipe}"
         remedy = "The method measures nothing on text; drop it."
     elif not asked.get("calibration"):
         measured = ("gamma",) if asked.get("gamma") == "measured" else ()
@@ -379,7 +382,7 @@ def _option(name: str) -> str:
 
 
 def _budget_bytes(gibibytes: float) -> int:
-    if not math.isfinite(gibibytes):
+    if not math.isfinite(gibibytes * 1024**3):
         raise UsageFault("not an amount of memory", expected="GiB", found=str(gibibytes), where="--memory-budget")
     return int(gibibytes * 1024**3)
 

@@ -49,7 +49,7 @@ def _rows(path: Path) -> list[tuple[str, int, object]]:
             raise UsageFault("not a mapping", expected="an option and its value on each line", where=str(path))
         build = yaml.constructor.SafeConstructor().construct_object
         return [(str(key.value), key.start_mark.line + 1, build(value, deep=True)) for key, value in document.value]
-    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageFault(f"unreadable YAML: {' '.join(str(error).split())}", where=str(path)) from error
 
 
@@ -67,7 +67,11 @@ def _of_type(hint: Any, value: object, where: str) -> object:
     elif kind is float:
         right, expected = isinstance(value, int | float) and not isinstance(value, bool), "a number"
     elif get_origin(kind) is Literal:
-        right, expected = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
+        choices = get_args(kind)
+        # freqfold: 2 is as good as freqfold: "2"; a truth value never stands for a word.
+        number = isinstance(value, int) and not isinstance(value, bool) and str(value) in choices
+        value = str(value) if number else value
+        right, expected = value in choices, f"one of {', '.join(choices)}"
     elif get_origin(kind) is list:
         value = [value] if isinstance(value, str) else value
         right = isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -52,12 +52,7 @@ def test_a_missed_bar_is_printed_and_ends_with_three(
     def with_bar(request: FidelityRequest) -> FidelityReport:
         report = run_fidelity(request)
         row = report.rows[0]
-        return FidelityReport(
-            report.model,
-            (replace(row, bar=bench.Bar(0.5)),),
-            report.calibration_tokens,
-            report.environment,
-        )
+        return replace(report, rows=(replace(row, bar=bench.Bar(0.5)),))
 
     monkeypatch.setattr(bench, "run_fidelity", with_bar)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +225,38 @@ def test_a_row_that_is_no_text_is_refused(tmp_path: Path, text: str) -> None:
 
     with pytest.raises(InputRefused, match=r"not Unicode|not JSON"):
         read_corpus(str(tmp_path / "rows.jsonl"))
+
+
+def test_names_that_the_manifest_could_not_hold_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "\\ud800", "text": "some text"}\n', encoding="utf-8")
+    with pytest.raises(InputRefused, match="name that is not Unicode"):
+        read_corpus(str(path))
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / os.fsdecode(b"\xff.txt")).write_text("some text", encoding="utf-8")
+    with pytest.raises(InputRefused, match="name that is not Unicode"):
+        read_corpus(str(folder))
+
+
+@pytest.mark.parametrize("pattern", ["d?/*.md", "d[1]/*.md", "d*/x.md"])
+def test_every_kind_of_pattern_names_its_files(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "d1").mkdir()
+    (tmp_path / "d1" / "x.md").write_text("some text", encoding="utf-8")
+
+    assert [document.name for document in read_corpus(str(tmp_path / pattern)).documents] == ["d1/x.md"]
+
+
+def test_a_folder_named_like_a_text_is_walked_into(tmp_path: Path) -> None:
+    (tmp_path / "n.md").mkdir()
+    (tmp_path / "n.md" / "x.md").write_text("some text", encoding="utf-8")
+
+    assert [document.name for document in read_corpus(str(tmp_path)).documents] == ["n.md/x.md"]
+
+
+def test_a_number_too_long_for_python_is_no_crash(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x", "n": ' + "9" * 5000 + "}\n", encoding="utf-8")
+    with pytest.raises(InputRefused, match="not JSON"):
+        read_corpus(str(path))
