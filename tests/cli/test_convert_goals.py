@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from mla_convert.cli.main import run
 from mla_convert.convert import choose as choose_module
 from mla_convert.convert import reload_check, reload_child
-from mla_convert.convert.calibration_text import read_corpus, sample_windows
+from mla_convert.convert.calibration_mix import sample_windows
+from mla_convert.convert.calibration_text import read_corpus
 from mla_convert.convert.tokenizer import load_tokenizer
 from mla_convert.errors import CheckFailed
 from mla_convert.eval import held_out
