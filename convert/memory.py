@@ -50,9 +50,10 @@ def memory_bound(source: SourceCheckpoint, calibration_tokens: int, budget_bytes
         )
         for layer in range(source.num_layers)
     ]
-    # Three second moments with means, the query metric, and per pair the key moments, γ and the norms.
-    measured = 3 * hidden * (hidden + 1) + heads * head_dim**2
-    measured += shape.pairs * (2 * groups**2 + 3 * heads + groups) + heads
+    # Three second moments with means and weights, the query metric, and per pair the key moments, γ, its weight and the
+    # norms.
+    measured = 3 * (hidden * (hidden + 1) + 1) + heads * head_dim**2
+    measured += shape.pairs * (2 * groups**2 + 4 * heads + groups) + heads
     return MemoryBound(
         embeddings=int(source.config.vocab_size) * hidden * FLOAT32_BYTES,
         layers=2 * max(layers) * FLOAT64_BYTES,

@@ -116,7 +116,8 @@ def refine_end_to_end(
         needed = sum(map(activation_bytes, attentions, layers, [token_ids.shape[1]] * len(layers)))
         model = _Converted(streamed, attentions, layers, recompute=needed > activation_budget)
         divergence = _Divergence(model, embedded, teacher, torch.cat(list(streamed.head())))
-        progress = stack.enter_context(bar(settings.steps, "refining end to end", unit="step"))
+        passes = settings.steps * settings.batch
+        progress = stack.enter_context(bar(passes, "refining end to end", unit="window"))
 
         def loss(windows: Sequence[int]) -> Tensor:
             if torch.is_grad_enabled():

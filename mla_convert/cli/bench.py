@@ -62,7 +62,7 @@ def fidelity(
         list[str] | None,
         typer.Option(
             metavar="PLAN",
-            help="profile:rope+latent[:policy or recipe][:block or e2e][:self]. Can be repeated.",
+            help="profile:rope+latent, then :policy or :recipe, :block or :e2e, :self. Can be repeated.",
             show_default=DEFAULT_PLANS,
         ),
     ] = None,
@@ -75,10 +75,7 @@ def fidelity(
     json_output: JsonFlag = False,
     debug: Debug = False,
 ) -> None:
-    """Convert by several plans, reload the files, and print what each keeps of the source's quality.
-
-    Ends with exit code 3 if one of the default plans misses its bar on the default model and text.
-    """
+    """Convert by several plans, reload the files, and print what each keeps; 3 if a default plan misses its bar."""
 
     def body() -> FidelityResult:
         from mla_convert.bench.fidelity import FidelityRequest, run_fidelity
