@@ -164,8 +164,13 @@ class StreamedSource:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, T, D) output of the last layer -> (N, T, V) float32."""
+        return torch.cat(list(self.logit_blocks(hidden)), dim=-1)
+
+    def logit_blocks(self, hidden: Tensor) -> Iterator[Tensor]:
+        """The same for some rows of the vocabulary at a time: (N, T, rows) float32."""
         normed = self.final_norm(hidden)
-        return torch.cat([normed @ rows.T for rows in self.head()], dim=-1)
+        for rows in self.head():
+            yield normed @ rows.T
 
 
 def batches_of(states: StateStore) -> Iterator[slice]:
