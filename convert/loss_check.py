@@ -7,10 +7,11 @@ where the written model is worse than one that knows nothing, whose loss is ln(v
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.source_model import StreamedSource
@@ -42,7 +43,7 @@ class LossProbe:
         for done in streamed.layers(ids, "source loss"):
             (batch,) = done.batches
             hidden = batch.hidden
-        return cls(ids, next_token_loss(streamed.logits(hidden), ids), int(source.config.vocab_size))
+        return cls(ids, next_token_loss(streamed.logit_blocks(hidden[:, :-1]), ids), int(source.config.vocab_size))
 
     def record(self, target_loss: float) -> CalibrationLoss:
         """Both losses as the manifest has them."""
@@ -52,9 +53,24 @@ class LossProbe:
 
 
 @torch.inference_mode()
-def next_token_loss(logits: Tensor, ids: Tensor) -> float:
-    """Mean negative log-likelihood of each token after the first, nats: (1, T, V), (1, T)."""
-    return float(nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:]))
+def next_token_loss(blocks: Iterable[Tensor], ids: Tensor) -> float:
+    """Mean negative log-likelihood of each token after the first, nats.
+
+    Args:
+        blocks: (1, T - 1, rows) logits at all positions but the last, for one part of the vocabulary after the other:
+            all together are as large as an embedding.
+        ids: (1, T).
+    """
+    wanted = ids[0, 1:]
+    total = torch.full(wanted.shape, float("-inf"))  # (T - 1,) log-sum-exp over the rows so far
+    chosen, start = torch.full(wanted.shape, float("nan")), 0
+    for logits in blocks:
+        total = torch.logaddexp(total, logits[0].float().logsumexp(-1))
+        local = wanted - start
+        inside = (local >= 0) & (local < logits.shape[-1])
+        chosen[inside] = logits[0, inside].float().gather(-1, local[inside, None])[:, 0]
+        start += logits.shape[-1]
+    return float((total - chosen).mean())
 
 
 def chance_warning(loss: float, uniform: float, source_loss: float, where: str) -> str | None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from mla_convert.cache_dir import cache_root
 from mla_convert.convert.checkpoint import EMBEDDING, TIED_HEAD, SourceCheckpoint
+from mla_convert.convert.heap import give_back
 from mla_convert.convert.phases import Seconds
 from mla_convert.convert.states import MEMORY_BUDGET_BYTES, StateStore
 from mla_convert.convert.tensor_files import row_blocks
@@ -94,6 +95,7 @@ class StreamedSource:
                     yield LayerPass(index, batches)
                     for _ in batches:
                         pass
+                give_back()
 
     def rotary(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the first `length` positions, as the layers take them."""
@@ -164,8 +166,13 @@ class StreamedSource:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, T, D) output of the last layer -> (N, T, V) float32."""
+        return torch.cat(list(self.logit_blocks(hidden)), dim=-1)
+
+    def logit_blocks(self, hidden: Tensor) -> Iterator[Tensor]:
+        """The same for some rows of the vocabulary at a time: (N, T, rows) float32."""
         normed = self.final_norm(hidden)
-        return torch.cat([normed @ rows.T for rows in self.head()], dim=-1)
+        for rows in self.head():
+            yield normed @ rows.T
 
 
 def batches_of(states: StateStore) -> Iterator[slice]:

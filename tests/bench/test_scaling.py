@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from mla_convert.bench import scaling as module
 from mla_convert.bench.plan_spec import PlanSpec
@@ -127,3 +128,20 @@ def test_a_tiny_model_is_measured_at_every_size(
 def test_the_help_says_the_defaults() -> None:
     assert ", ".join(map(str, module.TOKENS)) == bench_scaling.DEFAULT_TOKENS
     assert str(module.PLAN) == bench_scaling.DEFAULT_PLAN
+
+
+def test_what_is_printed_says_ratios_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(one: ScalingReport) -> str:
+        bench_scaling.ScalingResult(one).render(Console(width=100))
+        return capsys.readouterr().out
+
+    good = printed(report(point()))
+    bad = printed(report(point(closed_form=20.1, peak=51), costs=(1, 4, 9)))
+
+    assert "cost: 1.00 : 1.00 : 1.00 a unit, 0.0% off a straight line: linear" in good
+    assert "closed form by the clock: 1.0 s, at most 20: pass" in good
+    assert "cost: 1.00 : 2.00 : 3.00 a unit, 33.3% off a straight line: NOT LINEAR" in bad
+    assert "closed form by the clock: 20.1 s, at most 20: FAIL" in bad
+    assert "0 FAIL" in bad
+    assert "FAIL" not in good
+    assert "unknown" in printed(report(point(peak=None)))
