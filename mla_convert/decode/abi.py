@@ -88,6 +88,27 @@ class DecodeOutput:
     lse: Tensor
 
 
+@dataclass(frozen=True)
+class LaunchFigures:
+    """How a kernel was launched and what it takes; None where a backend has no such thing.
+
+    Attributes:
+        tile: Rows of queries and cached rows in one tile.
+        splits: Parts that a sequence is cut into.
+        registers: For each thread.
+        spilled_bytes: Stores of registers to memory, for each thread.
+        shared_bytes: Shared memory of one block.
+        padded_bytes: Bytes that were added to the call to fit the kernel.
+    """
+
+    tile: str | None = None
+    splits: int | None = None
+    registers: int | None = None
+    spilled_bytes: int | None = None
+    shared_bytes: int | None = None
+    padded_bytes: int = 0
+
+
 class Backend(Protocol):
     """One way to compute a call."""
 
@@ -96,12 +117,25 @@ class Backend(Protocol):
         """As the user asks for it."""
         ...
 
+    @property
+    def automatic(self) -> bool:
+        """Whether `auto` may take it."""
+        ...
+
+    def absent(self, device: torch.device) -> str | None:
+        """What this machine lacks for it on `device`, whatever the call; None if nothing."""
+        ...
+
     def unfit(self, call: DecodeCall) -> str | None:
-        """Why this backend cannot run `call`; None if it can. Cheap, and without side effects."""
+        """Why `call` lies outside its limits; None if it does not. Cheap, and without side effects."""
         ...
 
     def run(self, call: DecodeCall) -> DecodeOutput:
         """Compute `call`, which `unfit` has passed and `check_call` accepts."""
+        ...
+
+    def launch(self, call: DecodeCall) -> LaunchFigures:
+        """How `run` launches `call`."""
         ...
 
 
