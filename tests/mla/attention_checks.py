@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -364,6 +364,7 @@ def check_validation(modules: Modules) -> None:
     assert att.softmax_scale(128, 64) == pytest.approx(192**-0.5, rel=1e-15)
     assert att.softmax_scale(128, 64, 1.5) == pytest.approx(2.25 * 192**-0.5, rel=1e-15)
     assert att.yarn_mscale(1.0, 0.7) == 1.0
+    assert att.yarn_mscale(1.5, 1.0) == pytest.approx(0.1 * math.log(1.5) + 1, rel=1e-15)
     assert att.yarn_mscale(40.0, 1.0) == pytest.approx(0.1 * math.log(40) + 1, rel=1e-15)
     for part, wrong in (
         ("q_up", factors.q_up[:, 1:]),
@@ -385,6 +386,14 @@ def check_validation(modules: Modules) -> None:
             form(factors, tokens(), places(), keep=torch.ones(BATCH, LENGTH))
     with pytest.raises(InputRefused, match="visibility"):
         att.visibility(3, 2, None)
+    assert att.visibility(2, 3, None).tolist() == [[[True, True, False], [True, True, True]]]
+    shape = modules.stock.StockShape(SIZES["heads"], SIZES["nope"], factors.rope, 1e-6)
+    assert shape.mscale == 1.0
+    held = att.LatentRows(normal(1, 2, 3, seed=1), normal(1, 2, 3, seed=2))
+    step = att.Step(held.latent, held, held.rope)
+    for frozen in (factors, factors.rope, factors.latent_norm, held, step, shape):
+        with pytest.raises(FrozenInstanceError):
+            frozen.anything = None
 
 
 # The rows of seed 2's test table.
