@@ -47,3 +47,9 @@ TRANSCRIPTION = 1e-6
 
 FLOAT32_ATTENTION = 1e-5
 """Attention in float32 against float64, relative to the largest output: measured 1e-6; a dropped bias gives 1e-1."""
+
+ABSORBED_FLOAT64 = 1e-12
+"""Expanded beside absorbed attention in float64, over chunks: the project's bar; measured 2e-15."""
+
+HAND_EXAMPLE = 1e-6
+"""Absolute: six printed digits of a worked example whose norm's epsilon moves the seventh."""
