@@ -64,8 +64,8 @@ FORMAT_LATENT = {"fp8": (1e-2, 4e-2), "float16": (5e-4, 3e-3), "float32": (5e-4,
 """Rows beside bf16 rows: E4M3 rounds to 2^-4 at worst, 2.6e-2 in the mean of squares; the finer formats show the
 rounding of bf16 itself (2^-9 at worst, 1.6e-3). Less than the lower bound: the rows were not in the format."""
 
-FORMAT_OUTPUT = {"fp8": 5e-2, "float16": 3e-3, "float32": 3e-3}
-"""Outputs average rows, so the rows' error with some room for what moves in the softmax."""
+FORMAT_OUTPUT = {"fp8": 7e-2, "float16": 5e-3, "float32": 5e-3}
+"""Averaging shrinks rows and their errors alike; the weights move as well: twice the rows' error is measured."""
 
 FORMAT_LSE = {"fp8": 3e-2, "float16": 3e-3, "float32": 3e-3}
 """Nats; a score of size 1 to 4 moves by its rows' relative error, and the LSE by no more than the scores."""
