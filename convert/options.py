@@ -25,7 +25,8 @@ DEFAULT_TOKENS = 5120
 DEFAULT_WINDOW = 512
 # Fitting has more to learn than second moments have.
 REFINE_CALIBRATION_TOKENS = 20480
-REFINE_STEPS, REFINE_BATCH, REFINE_E2E_TOKENS = 80, 2, 20480
+REFINE_STEPS, REFINE_BATCH, REFINE_E2E_TOKENS = 160, 1, 81920
+REFINE_CONTINUED_TOKENS = 61440
 LONG_WINDOW = 2048
 
 
@@ -63,6 +64,7 @@ class ConvertOptions:
         refine: Fit the layers after the closed form, and with `e2e` all of them together at the end.
         refine_steps: Steps of each layer's fit.
         refine_batch: Windows per step.
+        refine_continued: Tokens of the source's own continuations of the windows, to fit to as well; 0 for none.
         refine_tokens: Most tokens of the pass end to end.
     """
 
@@ -94,4 +96,5 @@ class ConvertOptions:
     refine: RefineKind | None = None
     refine_steps: int = REFINE_STEPS
     refine_batch: int = REFINE_BATCH
+    refine_continued: int = REFINE_CONTINUED_TOKENS
     refine_tokens: int = REFINE_E2E_TOKENS

@@ -72,12 +72,14 @@ class RefineSpec(_Frozen):
         kind: `block`, or `e2e`: a pass end to end after it.
         steps: Of each layer's fit.
         batch: Windows per step.
+        continued_tokens: Tokens of the source's own continuations of the windows, to fit to as well.
         e2e_tokens: Most tokens that go through the pass end to end, each time counted; None without one.
     """
 
     kind: RefineKind
     steps: int
     batch: int
+    continued_tokens: int
     e2e_tokens: int | None
 
 

@@ -244,8 +244,16 @@ def _refine(options: ConvertOptions, calibration: CalibrationSpec | None) -> Ref
         )
     if min(options.refine_steps, options.refine_batch, options.refine_tokens) < 1:
         raise UsageFault("--refine-steps, --refine-batch and --refine-tokens are at least 1")
+    if options.refine_continued < 0:
+        raise UsageFault("--refine-continued is at least 0", found=str(options.refine_continued))
     tokens = options.refine_tokens if options.refine == "e2e" else None
-    return RefineSpec(kind=options.refine, steps=options.refine_steps, batch=options.refine_batch, e2e_tokens=tokens)
+    return RefineSpec(
+        kind=options.refine,
+        steps=options.refine_steps,
+        batch=options.refine_batch,
+        continued_tokens=options.refine_continued,
+        e2e_tokens=tokens,
+    )
 
 
 def _sources(options: ConvertOptions) -> tuple[tuple[str, ...], tuple[float, ...]]:

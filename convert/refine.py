@@ -8,16 +8,18 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mla_convert.cache_dir import cache_root, fill_once
 from mla_convert.convert.closed_form import ClosedForm
+from mla_convert.convert.continuation import Continuations, continue_windows
 from mla_convert.convert.plan import ConversionPlan
 from mla_convert.convert.refinable import RefinableAttention
 from mla_convert.convert.refine_block import BlockFit, layer_file, load_layer, refine_blocks
 from mla_convert.convert.refine_e2e import refine_end_to_end
-from mla_convert.convert.refine_fit import FitSettings, FitTrace, split_windows
+from mla_convert.convert.refine_fit import FitSettings, FitTrace, FitWindows, split_windows
 from mla_convert.convert.selection import Measured
 from mla_convert.convert.source_model import StreamedSource
 from mla_convert.convert.states import StateStore
@@ -27,9 +29,9 @@ from mla_convert.manifests.refinement import FitRecord, RefinementRecord
 from mla_convert.mla.weights import MLALayerWeights
 
 # Part of the cache key: raised whenever the same plan would be refined otherwise.
-REFINE_VERSION = 3
+REFINE_VERSION = 4
 # Largest Adam step as a share of each tensor's root mean square. Measured on SmolLM2-135M (docs/fidelity.md).
-BLOCK_RATE, E2E_RATE = 0.02, 0.003
+BLOCK_RATE, E2E_RATE = 0.015, 0.002
 BLOCK_CHECKS, E2E_CHECKS = 4, 5
 TRACE_FILE = "end_to_end.json"
 
@@ -77,8 +79,10 @@ def refine(form: ClosedForm, measured: Measured, token_ids: Tensor, budget_bytes
             found=str(token_ids.shape[0]),
             remedy="Give more text, more --calibration-tokens or a smaller --calibration-window.",
         )
+    own = _continuations(form, measured, token_ids)
+    windows = FitWindows(token_ids if own is None else torch.cat([token_ids, own.ids]), token_ids.shape[0])
     streamed = StreamedSource(source, budget_bytes)
-    count, length = token_ids.shape
+    count, length = windows.ids.shape
     states = partial(StateStore, count, length, source.shape.hidden_size, budget_bytes // 2, cache_root())
     # Both kinds begin with the same layers.
     alike = plan.model_copy(update={"refine": spec.model_copy(update={"kind": "block", "e2e_tokens": None})})
@@ -88,16 +92,14 @@ def refine(form: ClosedForm, measured: Measured, token_ids: Tensor, budget_bytes
     def start(layer: int) -> MLALayerWeights:
         return form.convert(layer, source.layer_weights(layer), measured.store.load(layer)).weights
 
-    blocks = refine_blocks(
-        streamed, start, source.num_layers, token_ids, block_settings(plan), states, root / _name(key)
-    )
+    blocks = refine_blocks(streamed, start, source.num_layers, windows, block_settings(plan), states, root / _name(key))
     folder, trace = blocks.folder, None
     if spec.kind == "e2e":
         folder = root / _name([*key, spec.e2e_tokens])
         if not (folder / TRACE_FILE).is_file():
-            _end_to_end(streamed, start, blocks, token_ids, plan, states, budget_bytes, folder)
+            _end_to_end(streamed, start, blocks, windows, plan, states, budget_bytes, folder)
         trace = FitTrace(**json.loads((folder / TRACE_FILE).read_text(encoding="utf-8")))
-    return Refined(folder, _record(plan, token_ids, blocks, trace))
+    return Refined(folder, _record(plan, token_ids, own, blocks, trace))
 
 
 def block_settings(plan: ConversionPlan) -> FitSettings:
@@ -122,7 +124,7 @@ def _end_to_end(
     streamed: StreamedSource,
     start: Callable[[int], MLALayerWeights],
     blocks: BlockFit,
-    token_ids: Tensor,
+    windows: FitWindows,
     plan: ConversionPlan,
     states: Callable[[], StateStore],
     budget_bytes: int,
@@ -133,8 +135,8 @@ def _end_to_end(
         attention = RefinableAttention(start(layer))
         load_layer(attention, blocks.folder / layer_file(layer))
         attentions.append(attention)
-    settings = e2e_settings(plan, token_ids.shape[1])
-    trace = refine_end_to_end(streamed, attentions, token_ids, settings, states, budget_bytes)
+    settings = e2e_settings(plan, windows.ids.shape[1])
+    trace = refine_end_to_end(streamed, attentions, windows, settings, states, budget_bytes)
     with fill_once(folder) as working:
         for layer, (attention, before) in enumerate(zip(attentions, blocks.traces, strict=True)):
             noted = {name: str(value) for name, value in asdict(before).items()}
@@ -143,7 +145,19 @@ def _end_to_end(
         (working / TRACE_FILE).write_text(json.dumps(asdict(trace)), encoding="utf-8")
 
 
-def _record(plan: ConversionPlan, token_ids: Tensor, blocks: BlockFit, trace: FitTrace | None) -> RefinementRecord:
+def _continuations(form: ClosedForm, measured: Measured, token_ids: Tensor) -> Continuations | None:
+    """What the source writes on from the windows that layers are fitted to."""
+    spec, seed = form.plan.refine, form.plan.seed
+    if spec is None or spec.continued_tokens == 0:
+        return None
+    openings, _ = split_windows(token_ids.shape[0], seed)
+    folder = form.source.location.folder
+    return continue_windows(folder, measured.store.digest, token_ids, openings, spec.continued_tokens, seed)
+
+
+def _record(
+    plan: ConversionPlan, token_ids: Tensor, own: Continuations | None, blocks: BlockFit, trace: FitTrace | None
+) -> RefinementRecord:
     spec = plan.refine
     assert spec is not None
     _, held = split_windows(token_ids.shape[0], plan.seed)
@@ -159,6 +173,7 @@ def _record(plan: ConversionPlan, token_ids: Tensor, blocks: BlockFit, trace: Fi
         windows=token_ids.shape[0],
         held_out_windows=held,
         seed=plan.seed,
+        continuations=None if own is None else own.record,
         layers=tuple(FitRecord(**asdict(layer)) for layer in blocks.traces),
         e2e_rate=None if trace is None else E2E_RATE,
         e2e_steps=None if trace is None else e2e_settings(plan, window).steps,

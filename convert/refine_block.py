@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mla_convert.convert.refinable import RefinableAttention
-from mla_convert.convert.refine_fit import FitSettings, FitTrace, fit, split_windows
+from mla_convert.convert.refine_fit import FitSettings, FitTrace, FitWindows, fit
 from mla_convert.convert.source_model import StreamedSource, batches_of
 from mla_convert.convert.states import StateStore
 from mla_convert.errors import EnvironmentFault
@@ -47,7 +47,7 @@ def refine_blocks(
     streamed: StreamedSource,
     closed_form: Callable[[int], MLALayerWeights],
     layers: int,
-    token_ids: Tensor,
+    windows: FitWindows,
     settings: FitSettings,
     states: Callable[[], StateStore],
     folder: Path,
@@ -58,17 +58,17 @@ def refine_blocks(
         streamed: The source.
         closed_form: Start of each layer by its index.
         layers: Number of layers.
-        token_ids: (N, T) int64 calibration windows, at least two.
+        windows: To fit to and judge by.
         settings: Of each layer's fit.
         states: Makes an empty store for the states of all windows.
         folder: Where each layer is written as soon as it is done.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rope = streamed.rotary(token_ids.shape[1])
+    rope = streamed.rotary(windows.ids.shape[1])
     traces = []
     with states() as source, states() as converted, bar(layers, "refining") as progress:
-        streamed.embed_into(source, token_ids)
-        streamed.embed_into(converted, token_ids)
+        streamed.embed_into(source, windows.ids)
+        streamed.embed_into(converted, windows.ids)
         for index in range(layers):
             attention = RefinableAttention(closed_form(index))
             with streamed.layer(index) as layer:
@@ -78,7 +78,7 @@ def refine_blocks(
                 if path.is_file():
                     trace = load_layer(attention, path)
                 else:
-                    trace = _fit(attention, block, token_ids.shape[0], settings)
+                    trace = _fit(attention, block, windows, settings)
                     _save(attention, trace, path)
                 block.advance(attention)
             traces.append(trace)
@@ -188,6 +188,6 @@ class _Block:
         return out
 
 
-def _fit(attention: RefinableAttention, block: _Block, count: int, settings: FitSettings) -> FitTrace:
-    train, held = split_windows(count, settings.seed)
-    return fit(attention, lambda windows: block.loss(attention, windows), train, held, settings)
+def _fit(attention: RefinableAttention, block: _Block, windows: FitWindows, settings: FitSettings) -> FitTrace:
+    train, held = windows.split(settings.seed)
+    return fit(attention, lambda chosen: block.loss(attention, chosen), train, held, settings)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mla_convert.convert.refinable import RefinableAttention
-from mla_convert.convert.refine_fit import FitSettings, FitTrace, fit, split_windows
+from mla_convert.convert.refine_fit import FitSettings, FitTrace, FitWindows, fit
 from mla_convert.convert.source_model import StreamedSource, batches_of
 from mla_convert.convert.states import FLOAT32_BYTES, StateStore
 from mla_convert.progress import bar
@@ -91,7 +91,7 @@ class _Divergence:
 def refine_end_to_end(
     streamed: StreamedSource,
     attentions: Sequence[RefinableAttention],
-    token_ids: Tensor,
+    windows: FitWindows,
     settings: FitSettings,
     states: Callable[[], StateStore],
     activation_budget: int,
@@ -101,12 +101,13 @@ def refine_end_to_end(
     Args:
         streamed: The source; all its layers are in memory while this runs.
         attentions: Of every layer.
-        token_ids: (N, T) int64 calibration windows, at least two.
+        windows: To fit to and judge by.
         settings: Of the fit.
         states: Makes an empty store for the states of all windows.
         activation_budget: Most bytes to keep for the gradient of one window; past it layers are computed twice.
     """
-    train, held = split_windows(token_ids.shape[0], settings.seed)
+    train, held = windows.split(settings.seed)
+    token_ids = windows.ids
     with states() as embedded, states() as teacher, ExitStack() as stack:
         streamed.embed_into(embedded, token_ids)
         _run_source(streamed, token_ids, teacher)
@@ -119,10 +120,10 @@ def refine_end_to_end(
         passes = settings.steps * settings.batch
         progress = stack.enter_context(bar(passes, "refining end to end", unit="window"))
 
-        def loss(windows: Sequence[int]) -> Tensor:
+        def loss(chosen: Sequence[int]) -> Tensor:
             if torch.is_grad_enabled():
                 progress.update(1)
-            return divergence(windows)
+            return divergence(chosen)
 
         def report(step: int, now: float) -> None:
             progress.set_postfix_str(f"step {step}: held-out KL {now:.4f}")

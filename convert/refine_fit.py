@@ -48,6 +48,24 @@ class FitTrace:
     kept_step: int
 
 
+@dataclass(frozen=True)
+class FitWindows:
+    """What layers are fitted to and judged by.
+
+    Attributes:
+        ids: (N + M, T) int64: the user's windows, then those that the source wrote.
+        given: N, at least two.
+    """
+
+    ids: Tensor
+    given: int
+
+    def split(self, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of the windows to fit to and of those to judge by, which are all the user's."""
+        train, held = split_windows(self.given, seed)
+        return (*train, *range(self.given, self.ids.shape[0])), held
+
+
 def fit(
     module: nn.Module,
     loss: Callable[[Sequence[int]], Tensor],
@@ -60,7 +78,7 @@ def fit(
 
     Adam (Kingma and Ba, 2015) with a step size relative to each tensor and a cosine schedule. The state that is best
     on `held` is kept, and the start is one of the candidates: a fit never ends worse there than it began. A check that
-    finds it worse than the best goes back to that and on with steps a third as large, since what is nearly right
+    finds it worse than the start goes back to the best and on with steps a third as large, since what is nearly right
     bears smaller ones only.
 
     Args:
@@ -90,7 +108,7 @@ def fit(
                 report(step, now)
             if now < best:
                 best, kept, state = now, step, _copy(module)
-            else:
+            elif now > before:
                 module.load_state_dict(state, strict=True)
                 share *= BACKTRACK
     module.load_state_dict(state, strict=True)

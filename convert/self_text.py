@@ -3,7 +3,7 @@
 The idea is that of data-free quantisation, LLM-QAT (arXiv 2305.17888, section 3.1): what a model samples resembles
 what it was trained on. Half of the documents begin with nothing but the model's usual opening, half with a prompt.
 
-The whole source is loaded in float32: four bytes for each of its parameters, and the cache of `BATCH` documents.
+The whole source is loaded, see `SourceWriter`, with the cache of `BATCH` documents.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 
 from mla_convert.cache_dir import cache_root, fill_once
 from mla_convert.convert.calibration_text import Corpus, Document, make_corpus, read_corpus
@@ -26,10 +23,10 @@ from mla_convert.convert.chat_text import ChatTemplate, Message
 from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.plan import SELF_TEXT
 from mla_convert.convert.self_prompts import PROMPTS
+from mla_convert.convert.source_writer import SourceWriter
 from mla_convert.errors import InputRefused
 from mla_convert.manifests.digest import sha256_json
 from mla_convert.manifests.models import SelfTextRecord
-from mla_convert.progress import track
 
 # The source's own distribution, less the tail that small models fall into nonsense from.
 TEMPERATURE, TOP_P = 1.0, 0.95
@@ -104,12 +101,7 @@ class _Writer:
     def __init__(self, folder: Path, tokenizer: Any, chat: ChatTemplate, settings: SelfTextSettings) -> None:
         self._tokenizer, self._settings = tokenizer, settings
         self._openings = _openings(tokenizer, chat, settings)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        ).eval()
-        ends = self._model.generation_config.eos_token_id
-        self._ends = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
-        self._filler = self._ends[0] if self._ends else 0
+        self._source = SourceWriter(folder)
 
     def write(self, folder: Path, digest: str) -> None:
         """Fill `folder` with the documents and the record of them."""
@@ -146,43 +138,16 @@ class _Writer:
 
     def _continued(self, openings: list[list[int]], label: str) -> list[list[int]]:
         """Openings with what the source adds, up to and with its end token."""
+        length = self._settings.length
+        out = self._source.extend(
+            openings, length, temperature=TEMPERATURE, top_p=TOP_P, may_end=True, label=label
+        )  # (B, length)
         width = max(map(len, openings))
-        ids = torch.tensor([[self._filler] * (width - len(row)) + row for row in openings])  # (B, width)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in openings])  # (B, width)
-        added = self._settings.length - width
-        config = GenerationConfig(
-            do_sample=True,
-            temperature=TEMPERATURE,
-            top_p=TOP_P,
-            top_k=0,
-            max_new_tokens=added,
-            eos_token_id=list(self._ends) or None,
-            pad_token_id=self._filler,
-        )
-        # generate() fills what a configuration leaves at its default from the model's, such as a repetition penalty.
-        self._model.generation_config = config
-        out: Tensor = self._model.generate(ids, attention_mask=mask, streamer=_Progress(added, label))  # (B, T)
         return [row + self._ended(new) for row, new in zip(openings, out[:, width:].tolist(), strict=True)]
 
     def _ended(self, ids: list[int]) -> list[int]:
-        stops = [position for position, token in enumerate(ids) if token in self._ends]
+        stops = [position for position, token in enumerate(ids) if token in self._source.ends]
         return ids[: stops[0] + 1] if stops else ids
-
-
-class _Progress(BaseStreamer):
-    """A bar over the tokens of one batch."""
-
-    def __init__(self, tokens: int, label: str) -> None:
-        self._bar = track(range(tokens + 1), label, unit="token")
-
-    def put(self, value: Tensor) -> None:  # noqa: ARG002 - the interface of transformers
-        """One more token for every document."""
-        next(self._bar, None)
-
-    def end(self) -> None:
-        """Close the bar."""
-        for _ in self._bar:
-            pass
 
 
 def _openings(tokenizer: Any, chat: ChatTemplate, settings: SelfTextSettings) -> list[list[int]]:

@@ -21,6 +21,7 @@ from mla_convert.cli.convert_options import (
     MEMORY_BUDGET,
     REFINE_BATCH,
     REFINE_CALIBRATION_TOKENS,
+    REFINE_CONTINUED,
     REFINE_STEPS,
     REFINE_TOKENS,
     Balance,
@@ -54,6 +55,7 @@ from mla_convert.cli.convert_options import (
     Recipe,
     Refine,
     RefineBatch,
+    RefineContinued,
     RefineSteps,
     RefineTokens,
     RopePolicy,
@@ -168,6 +170,7 @@ def command(
     refine: Refine = None,
     refine_steps: RefineSteps = REFINE_STEPS,
     refine_batch: RefineBatch = REFINE_BATCH,
+    refine_continued: RefineContinued = REFINE_CONTINUED,
     refine_tokens: RefineTokens = REFINE_TOKENS,
     revision: Revision = None,
     measure: Measure = None,
@@ -204,6 +207,7 @@ def command(
             refine=refine,
             refine_steps=refine_steps,
             refine_batch=refine_batch,
+            refine_continued=refine_continued,
             refine_tokens=refine_tokens,
             calibration_window=calibration_window,
             calibration_long=calibration_long,
@@ -343,7 +347,7 @@ def refuse_idle_refinement(given: AbstractSet[str], asked: Mapping[str, object])
     Raises:
         UsageFault: Naming them.
     """
-    idle = [name for name in ("refine_steps", "refine_batch", "refine_tokens") if name in given]
+    idle = [name for name in ("refine_steps", "refine_batch", "refine_continued", "refine_tokens") if name in given]
     if asked.get("refine") == "e2e":
         return
     if asked.get("refine") is not None:

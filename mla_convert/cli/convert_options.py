@@ -26,7 +26,8 @@ CALIBRATION_TOKENS, CALIBRATION_WINDOW = 5120, 512
 MEASURE_TOKENS = 4096
 # Fitting has more to learn than second moments have.
 REFINE_CALIBRATION_TOKENS = 20480
-REFINE_STEPS, REFINE_BATCH, REFINE_TOKENS = 80, 2, 20480
+REFINE_STEPS, REFINE_BATCH, REFINE_TOKENS = 160, 1, 81920
+REFINE_CONTINUED = 61440
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
 Lossless = Annotated[
@@ -67,6 +68,13 @@ Refine = Annotated[
 ]
 RefineSteps = Annotated[int, typer.Option(min=1, help="Steps of each layer's fit, with --refine.")]
 RefineBatch = Annotated[int, typer.Option(min=1, help="Windows per step, with --refine.")]
+RefineContinued = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Tokens that the source writes on from the calibration windows, to fit to as well, with --refine.",
+    ),
+]
 RefineTokens = Annotated[int, typer.Option(min=1, help="Most tokens of the pass end to end, with --refine e2e.")]
 Profile = Annotated[
     ProfileChoice, typer.Option(help="Form of the output; auto takes engine where it can carry the plan, else hf.")

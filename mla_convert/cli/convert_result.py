@@ -201,7 +201,8 @@ def _refinement(plan: ConversionPlan) -> str:
     if spec is None:
         return "none"
     last = "" if spec.e2e_tokens is None else f"; then {spec.e2e_tokens:,} tokens through all layers together"
-    return f"{spec.steps} steps for each layer, {spec.batch} windows each{last}"
+    own = f", fitted to {spec.continued_tokens:,} tokens of the source's own as well" if spec.continued_tokens else ""
+    return f"{spec.steps} steps for each layer, {spec.batch} windows each{last}{own}"
 
 
 def _rope_details(plan: ConversionPlan) -> str:

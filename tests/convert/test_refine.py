@@ -160,6 +160,7 @@ def refined(text: Path, **options: object) -> ConvertOptions:
         "calibration_window": 32,
         "refine": "block",
         "refine_steps": 12,
+        "refine_continued": 2 * 32,
         "refine_tokens": 10 * 2 * 32,
         **options,
     }

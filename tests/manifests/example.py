@@ -22,7 +22,7 @@ from mla_convert.manifests.digest import (
 from mla_convert.manifests.environment import capture
 from mla_convert.manifests.expected import expected_tensors
 from mla_convert.manifests.layers import LayerReceipt, RopeSlot
-from mla_convert.manifests.refinement import FitRecord, RefinementRecord
+from mla_convert.manifests.refinement import ContinuationRecord, FitRecord, RefinementRecord
 
 LAYERS = 2
 THETA = 10000.0
@@ -302,6 +302,7 @@ def refinement_record() -> RefinementRecord:
         windows=2,
         held_out_windows=(1,),
         seed=0,
+        continuations=ContinuationRecord(windows=3, opening_tokens=1, temperature=1.0, top_p=1.0, sha256="9" * 64),
         layers=(FitRecord(before=0.4, after=0.3, kept_step=4), FitRecord(before=0.5, after=0.5, kept_step=0)),
         e2e_rate=0.005,
         e2e_steps=3,
