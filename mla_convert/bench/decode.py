@@ -162,7 +162,7 @@ def run_decode(request: DecodeRequest) -> DecodeReport:
     for name in request.subjects:
         print(f"measuring {name}", file=sys.stderr, flush=True)
         reports.append(_measure(makers[name](), request))
-    return DecodeReport(request, tuple(reports), torch.get_num_threads(), capture())
+    return DecodeReport(request, tuple(reports), torch.get_num_threads(), capture(sys.argv))
 
 
 @torch.inference_mode()
@@ -273,5 +273,3 @@ def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-

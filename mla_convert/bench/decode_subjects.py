@@ -50,16 +50,14 @@ def smollm2_subject(rope: int, latent: int) -> Subject:
         out = Path(work) / "out"
         convert(str(folder), out, options)
         converted = load_model(out)
-    return Subject(
-        "smollm2", f"{DESCRIPTION}; {rope}+{latent}, uncalibrated, float32", load_model(folder), converted
-    )
+    return Subject("smollm2", f"{DESCRIPTION}; {rope}+{latent}, uncalibrated, float32", load_model(folder), converted)
 
 
 def layer_subject(seed: int) -> Subject:
     """One layer of random weights: 32 heads, 512+64 cached numbers, beside GQA with 8 KV heads of 128."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    common = {
+    common: dict[str, Any] = {
         "hidden_size": LAYER_HIDDEN,
         "intermediate_size": LAYER_FEED_FORWARD,
         "vocab_size": LAYER_VOCABULARY,

@@ -98,6 +98,8 @@ class DecodeResult:
                 )
         console.print(table)
         for subject in self.report.subjects:
-            console.print(f"{subject.name}: {subject.description}; prefill over stock's {subject.prefill_over_stock:.3f}")
+            console.print(
+                f"{subject.name}: {subject.description}; prefill over stock's {subject.prefill_over_stock:.3f}"
+            )
         for line in self.report.missed:
             console.print(f"missed: {line}", style="red")
