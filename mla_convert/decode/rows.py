@@ -212,9 +212,11 @@ def decode(form: RowFormat, rows: Tensor, dtype: torch.dtype = torch.float32) ->
         return rows.to(dtype)
     codes = rows[..., : form.latent_width].view(torch.float8_e4m3fn).to(torch.float32)  # (..., d_c)
     scales = rows[..., form.scale_offset : form.rope_offset].contiguous().view(torch.float32)  # (..., scales)
-    spread = scales.repeat_interleave(form.scale_group, dim=-1)[..., : form.latent_width]  # (..., d_c)
+    for group in range(form.scales):
+        first = group * form.scale_group
+        codes[..., first : first + form.scale_group].mul_(scales[..., group : group + 1])
     kept = _dtype(form.rope_dtype)
-    latent = codes.mul_(spread).to(kept).to(dtype)
+    latent = codes.to(kept).to(dtype)  # (..., d_c)
     if not form.rope_width:
         return latent
     rope_end = form.rope_offset + form.rope_width * kept.itemsize

@@ -1,4 +1,4 @@
-"""The `torch` backend: chunked over cached rows, softmax states merged exactly. The default where there is no GPU.
+"""The `torch` backend: chunked over cached rows with a running softmax. The default where there is no GPU.
 
 Every cached row is read once for all heads and queries of its sequence (MQA form: one shared key and value stream).
 The arithmetic is float32, float64 for a float64 query. What is held at a time is one chunk of rows and its scores,
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures, SparseSelection
 from mla_convert.decode.addressing import resolve_slots
-from mla_convert.decode.merge import EMPTY, PartialState, apply_sinks, merge_states
+from mla_convert.decode.merge import EMPTY, PartialState, apply_sinks
 from mla_convert.decode.rows import RowFormat, decode
 from mla_convert.errors import InputRefused
 
-CHUNK_BYTES = 1 << 20
-"""Rows and scores of one step. Measured at 192 and 576 numbers a row: between 512 KiB and 2 MiB nothing changes; less
-pays for Python, more leaves the second-level cache before the values are read."""
+CHUNK_BYTES = 1 << 21
+"""Rows and scores of one step. Measured at 192 and 576 numbers a row: less pays for Python (twice the time at 512 KiB),
+more gains a tenth and, for rows that are converted, leaves the second-level cache before the values are read."""
 WEIGHT_FLOOR = -64.0
 """Logarithm of the smallest softmax weight kept: e^-64 = 1.6e-28, which no float32 sum with a weight of 1 can see.
 Smaller ones soon are subnormal numbers, with which exp and matrix products are some hundred times slower."""
@@ -80,30 +80,34 @@ class TorchBackend:
         lengths = [int(length) for length in call.seq_lens.tolist()]
         hidden = call.q.shape[1] - 1 if call.causal else 0
         state = PartialState.empty(packed.shape[:2], call.format.latent_width, packed.dtype, packed.device)
-        for start, group in self._steps(lengths, packed):
-            stop = min(start + self._rows_at_once(packed, len(group)), max(lengths[item] for item in group))
-            if len(group) == 1:
-                rows = source.run_of(call.block_table[group[0]], start, stop)[None]  # (1, n, d_c + d_R)
-            else:
-                rows = source.gather_prefixes(call.block_table, group, [lengths[item] for item in group], stop)
-            limits = _limits(call, group, lengths, packed) if _some_hidden(lengths, group, stop, hidden) else None
-            _add(state, packed, group, _Chunk(rows, start, limits, is_first=start == 0))
+        for group in self._groups(lengths, packed):
+            held = [lengths[item] for item in group]
+            running = _Running.of(state, packed, group)
+            for start, stop in self._chunks(max(held), packed, len(group)):
+                if len(group) == 1:
+                    rows = source.run_of(call.block_table[group[0]], start, stop)[None]  # (1, n, d_c + d_R)
+                else:
+                    rows = source.gather_prefixes(call.block_table, group, held, stop)  # (G, n, d_c + d_R)
+                sees_all = stop <= min(held) - hidden
+                running.add(rows, None if sees_all else _limits(call, held, packed) - start)
+            running.keep(state)
         return state
 
     def _sparse(self, call: DecodeCall, sparse: SparseSelection, packed: Tensor) -> PartialState:
         segments = [(call.pool, sparse.indices, sparse.lengths)]
         if sparse.extra_pool is not None and sparse.extra_indices is not None and sparse.extra_lengths is not None:
             segments.append((sparse.extra_pool, sparse.extra_indices, sparse.extra_lengths))
+        sources = [
+            (_Pool.of(pool, call.format, packed.dtype), indices.flatten(0, 1), valid.flatten().tolist())
+            for pool, indices, valid in segments
+        ]
         state = PartialState.empty(packed.shape[:2], call.format.latent_width, packed.dtype, packed.device)
-        for number, (pool, indices, valid) in enumerate(segments):
-            source = _Pool.of(pool, call.format, packed.dtype)
-            chosen = indices.flatten(0, 1)  # (B·s_q, k)
-            for item, length in enumerate(valid.flatten().tolist()):
-                step = self._rows_at_once(packed, 1)
-                for start in range(0, length, step):
-                    slots = chosen[item, start : min(start + step, length)]  # (n,)
-                    is_first = number == 0 and start == 0
-                    _add(state, packed, [item], _Chunk(source.gather(slots)[None], start, None, is_first))
+        for item in range(packed.shape[0]):
+            running = _Running.of(state, packed, [item])
+            for source, chosen, valid in sources:
+                for start, stop in self._chunks(valid[item], packed, 1):
+                    running.add(source.gather(chosen[item, start:stop])[None], None)
+            running.keep(state)
         return state
 
     def _rows_at_once(self, packed: Tensor, sequences: int) -> int:
@@ -111,22 +115,27 @@ class TorchBackend:
         row_bytes = (packed.shape[-1] + packed.shape[-2]) * packed.element_size()
         return max(1, self._chunk_bytes // (row_bytes * sequences))
 
-    def _steps(self, lengths: list[int], packed: Tensor) -> Iterator[tuple[int, list[int]]]:
-        """`(first row, sequences)` of each step: a long sequence in chunks, short ones of like lengths together."""
+    def _chunks(self, length: int, packed: Tensor, sequences: int) -> Iterator[tuple[int, int]]:
+        """`(start, stop)` of the chunks of so many rows."""
+        step = self._rows_at_once(packed, sequences)
+        return ((start, min(start + step, length)) for start in range(0, length, step))
+
+    def _groups(self, lengths: list[int], packed: Tensor) -> Iterator[list[int]]:
+        """Sequences to compute together: a long one by itself, short ones of like lengths if one chunk holds them."""
         alone = self._rows_at_once(packed, 1)
         group: list[int] = []
         for item in sorted((item for item, length in enumerate(lengths) if length), key=lambda item: lengths[item]):
-            if lengths[item] * 2 > alone:
-                yield from ((start, [item]) for start in range(0, lengths[item], alone))
-                continue
             # Ascending: this sequence is the longest of the group. The rows that fill up the others are wasted work.
             wasted = bool(group) and lengths[item] > 2 * lengths[group[0]] + 16
-            if wasted or lengths[item] > self._rows_at_once(packed, len(group) + 1):
-                yield 0, group
+            if group and (wasted or lengths[item] > self._rows_at_once(packed, len(group) + 1)):
+                yield group
                 group = []
             group.append(item)
+            if lengths[item] * 2 > alone:
+                yield group
+                group = []
         if group:
-            yield 0, group
+            yield group
 
 
 @dataclass(frozen=True)
@@ -183,55 +192,51 @@ class _Pool:
             )
 
 
-def _some_hidden(lengths: list[int], group: list[int], stop: int, hidden: int) -> bool:
-    """Whether a query of a group does not see every row below `stop`."""
-    return any(stop > lengths[item] - hidden for item in group)
-
-
-def _limits(call: DecodeCall, group: list[int], lengths: list[int], packed: Tensor) -> Tensor:
+def _limits(call: DecodeCall, held: list[int], packed: Tensor) -> Tensor:
     """(G, s_q·H, 1): how many keys of its sequence each packed query row sees."""
     queries, heads = call.q.shape[1:3]
+    ends = torch.tensor(held, device=packed.device)[:, None]  # (G, 1)
+    if not call.causal:
+        return ends.expand(-1, queries * heads)[..., None]
     places = torch.arange(queries, device=packed.device).repeat_interleave(heads)  # (s_q·H,)
-    ends = torch.tensor([lengths[item] for item in group], device=packed.device)[:, None]  # (G, 1)
-    visible = ends - queries + places + 1 if call.causal else ends.expand(-1, queries * heads)  # (G, s_q·H)
-    return visible[..., None]
+    return (ends - queries + places + 1)[..., None]
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """What one step reads.
+@dataclass
+class _Running:
+    """Online softmax of a group of sequences (Milakov and Gimelshein, 2018, algorithm 3), updated in place."""
 
-    Attributes:
-        rows: (G, n, d_c + d_R).
-        start: Key of the first.
-        limits: (G, s_q·H, 1) keys that each packed query row sees, or None where all see every row of the chunk.
-        is_first: Whether nothing was added to these sequences before.
-    """
+    place: slice | list[int]
+    query: Tensor  # (G, M, d_c + d_R)
+    m: Tensor  # (G, M)
+    l: Tensor  # noqa: E741  (G, M)
+    o: Tensor  # (G, M, d_c)
 
-    rows: Tensor
-    start: int
-    limits: Tensor | None
-    is_first: bool
+    @classmethod
+    def of(cls, state: PartialState, packed: Tensor, group: list[int]) -> _Running:
+        """Of a group that saw nothing yet."""
+        place: slice | list[int] = slice(group[0], group[0] + 1) if len(group) == 1 else group
+        return cls(place, packed[place], state.m[place], state.l[place], state.o[place])
+
+    def add(self, rows: Tensor, limits: Tensor | None) -> None:
+        """Rows (G, n, d_c + d_R); query row i sees the first `limits[i]` (G, M, 1), or all."""
+        scores = self.query @ rows.transpose(-1, -2)  # (G, M, n)
+        if limits is not None:
+            scores.masked_fill_(torch.arange(rows.shape[1], device=rows.device) >= limits, EMPTY)
+        before = self.m
+        self.m = torch.maximum(before, scores.amax(-1))  # (G, M)
+        # −inf − −inf would be NaN; without limits every query row has a finite score.
+        subtracted = self.m if limits is None else self.m.masked_fill(self.m == EMPTY, 0)
+        shrink = _weights(before - subtracted)  # (G, M)
+        weights = _weights(scores.sub_(subtracted[..., None]))  # (G, M, n)
+        self.l = self.l * shrink + weights.sum(-1)
+        self.o = torch.baddbmm(self.o * shrink[..., None], weights, rows[..., : self.o.shape[-1]])
+
+    def keep(self, state: PartialState) -> None:
+        """Put the result into the state of all sequences."""
+        state.m[self.place], state.l[self.place], state.o[self.place] = self.m, self.l, self.o
 
 
-def _add(state: PartialState, packed: Tensor, group: list[int], chunk: _Chunk) -> None:
-    """Merge one chunk into the state of its sequences, in place."""
-    place: slice | list[int] = slice(group[0], group[0] + 1) if len(group) == 1 else group
-    rows = chunk.rows
-    scores = packed[place] @ rows.transpose(-1, -2)  # (G, M, n)
-    if chunk.limits is not None:
-        keys = torch.arange(chunk.start, chunk.start + rows.shape[1], device=rows.device)  # (n,)
-        scores.masked_fill_(keys >= chunk.limits, EMPTY)
-    part = _state_of(scores, rows[..., : state.o.shape[-1]])
-    if not chunk.is_first:
-        part = merge_states([PartialState(state.m[place], state.l[place], state.o[place]), part])
-    state.m[place], state.l[place], state.o[place] = part.m, part.l, part.o
-
-
-def _state_of(scores: Tensor, values: Tensor) -> PartialState:
-    """`PartialState.of_scores` without weights too small to matter; overwrites the scores."""
-    m = scores.amax(-1)  # (G, M)
-    subtracted = m.masked_fill(m == EMPTY, 0)
-    weights = scores.sub_(subtracted[..., None]).clamp_(min=WEIGHT_FLOOR).exp_()  # (G, M, n)
-    weights = torch.threshold_(weights, DROPPED, 0.0)
-    return PartialState(m, weights.sum(-1), weights @ values)
+def _weights(logarithms: Tensor) -> Tensor:
+    """Exponentials of numbers <= 0, in place, 0 where it is too small to matter."""
+    return torch.threshold_(logarithms.clamp_(min=WEIGHT_FLOOR).exp_(), DROPPED, 0.0)
