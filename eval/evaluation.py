@@ -69,7 +69,7 @@ class Subjects:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A target compared with its source, both in float32; the source by stock transformers, the target as `receipt` says.
+    """A target compared with its source, both in float32; the source runs by stock transformers.
 
     Attributes:
         subjects: What was compared.

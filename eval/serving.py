@@ -72,7 +72,8 @@ def served(model: Any, backend: str, *, from_pages: bool = False) -> Iterator[Se
 
     Args:
         model: As `load_model` returns it.
-        backend: `auto`, `stock`, or the name of a decode backend. `auto` runs what is no MLA model by stock transformers.
+        backend: `auto`, `stock`, or the name of a decode backend. `auto` runs what is no MLA model by
+            stock transformers.
         from_pages: Read long chunks from the pages as well, where a prefill would expand their keys and values.
 
     Raises:

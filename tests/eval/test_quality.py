@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mla_convert.decode.receipt import ReceiptBook
 from mla_convert.errors import CheckFailed
 from mla_convert.eval import quality
 from mla_convert.eval.quality import score_logits, score_windows
-from mla_convert.decode.receipt import ReceiptBook
 from mla_convert.eval.serving import STOCK, Served
 from mla_convert.eval.source_states import SourceStates, source_states
 from tests.eval.helpers import EvalPair
