@@ -56,3 +56,25 @@ HAND_EXAMPLE = 1e-6
 
 ABSORBED_LOGITS = 1e-5
 """Logits of absorbed beside stock attention in float32: another order of sums; measured 1e-6."""
+
+DECODE_FLOAT32 = 4e-6
+"""Absolute, outputs of order 1: float32 decoding beside float64 on the same rows, measured up to 1.5e-6."""
+
+DECODE_LSE = 4e-6
+"""Absolute, for values of order 5: a float32 LSE, one unit is 5e-7 there; base 2 or bf16 would be off by 1e-2 or more."""
+
+DECODE_ROUNDED_OUTPUT = {"float32": 4e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+"""Absolute, outputs of order 1 to 4: one rounding to the query's dtype (2^-11 and 2^-8 of 4)."""
+
+E4M3_ROUNDING = 2**-4
+"""Half a unit of three mantissa bits, of a normal E4M3 number."""
+
+FORMAT_LATENT = {"fp8": (1e-2, 4e-2), "float16": (5e-4, 3e-3), "float32": (5e-4, 3e-3)}
+"""Rows beside bf16 rows: E4M3 rounds to 2^-4 at worst, 2.6e-2 in the mean of squares; the finer formats show the
+rounding of bf16 itself (2^-9 at worst, 1.6e-3). Less than the lower bound: the rows were not in the format."""
+
+FORMAT_OUTPUT = {"fp8": 7e-2, "float16": 5e-3, "float32": 5e-3}
+"""Averaging shrinks rows and their errors alike; the weights move as well: twice the rows' error is measured."""
+
+FORMAT_LSE = {"fp8": 3e-2, "float16": 3e-3, "float32": 3e-3}
+"""Nats; a score of size 1 to 4 moves by its rows' relative error, and the LSE by no more than the scores."""
