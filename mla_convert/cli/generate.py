@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from mla_convert.eval.generate import Generation
 
-HELP = "Continue a prompt with a converted folder from its latent cache, or with an unconverted source by stock transformers."
+HELP = "Continue a prompt with a converted folder from its latent cache, or with a source by stock transformers."
 EXAMPLES = """
 mla-convert generate OUT --prompt "Water boils at"
 mla-convert generate OUT --chat --prompt "Why is the sky blue?" --max-new-tokens 128
