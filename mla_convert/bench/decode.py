@@ -30,7 +30,7 @@ REPEATS = 7
 PREFILL_TOKENS = 1024
 # Stock's expanding decode over ours at the shortest history; our prefill over stock's.
 SPEED_BAR, PREFILL_BAR = 3.0, 1.05
-SMOLLM2_WIDTHS = (40, 152)
+SMOLLM2_WIDTHS = (48, 144)
 
 
 @dataclass(frozen=True)

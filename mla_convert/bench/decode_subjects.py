@@ -44,7 +44,7 @@ def smollm2_subject(rope: int, latent: int) -> Subject:
     """SmolLM2-135M and its conversion at a width; speed does not depend on the numbers, so nothing is calibrated."""
     folder = smollm2_folder()
     options = ConvertOptions(
-        qk_rope_head_dim=rope, kv_lora_rank=latent, profile="engine", rope_policy="high", weighting="weight"
+        qk_rope_head_dim=rope, kv_lora_rank=latent, profile="hf", rope_policy="high", weighting="weight"
     )
     with tempfile.TemporaryDirectory(prefix="mla-convert-") as work:
         out = Path(work) / "out"

@@ -18,7 +18,7 @@ from mla_convert.eval.serving import served
 from tests.tolerances import FLOAT32_ATTENTION
 
 TINY_TRAINED = Path(__file__).resolve().parent.parent / "data" / "tiny_trained"
-PROMPT = "The quick brown fox "
+PROMPT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. "
 TOKENS = 24
 
 
