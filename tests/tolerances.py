@@ -61,7 +61,7 @@ DECODE_FLOAT32 = 4e-6
 """Absolute, outputs of order 1: float32 decoding beside float64 on the same rows, measured up to 1.5e-6."""
 
 DECODE_LSE = 4e-6
-"""Absolute, for values of order 5: a float32 LSE, one unit is 5e-7 there; base 2 or bf16 would be off by 1e-2."""
+"""Absolute, for values of order 5: a float32 LSE, one unit is 5e-7 there; base 2 or bf16 would be 1e-2 off."""
 
 DECODE_ROUNDED_OUTPUT = {"float32": 4e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Absolute, outputs of order 1 to 4: one rounding to the query's dtype (2^-11 and 2^-8 of 4)."""

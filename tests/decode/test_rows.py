@@ -116,11 +116,11 @@ def test_a_number_that_is_not_finite_is_refused(form: RowFormat, number: float, 
         encode(form, c_kv, k_rope)
 
 
-def test_a_number_beyond_the_dtype_of_the_row_is_refused() -> None:
-    form = RowFormat.plain(8, 0, "float16")
-
+@pytest.mark.parametrize(("form", "number"), [(RowFormat.plain(8, 0, "float16"), 1e5), (FLASH, 3.4e38)])
+def test_a_number_beyond_the_dtype_it_is_computed_in_is_refused(form: RowFormat, number: float) -> None:
+    """A scale could hold 3.4e38; the bf16 that the latent is computed in could not."""
     with pytest.raises(InputRefused, match="cannot hold"):
-        encode(form, torch.full((1, 8), 1e5), torch.zeros(1, 0))
+        encode(form, torch.full((1, form.latent_width), number), torch.zeros(1, form.rope_width))
 
 
 def test_formats_of_the_same_bytes_are_not_confused() -> None:
