@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mla_convert.mla import attention, stock_factors
-from tests.mla.attention_checks import Modules
+from tests.mla.attention_stock import Modules
 
 REAL = Modules(attention, stock_factors)
 SOURCES: Mapping[str, str] = {

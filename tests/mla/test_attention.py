@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.autograd.gradcheck import GradcheckError
 
 from tests.convert.support import SEEDED, normal
-from tests.mla.attention_checks import CHECKS, LENGTH, SIZES, chunked, difference, factors_of, stock_layer
+from tests.mla.attention_checks import CHECKS, chunked
 from tests.mla.attention_mutants import PITFALLS, REAL, SOURCES, damaged, imported
+from tests.mla.attention_stock import LENGTH, SIZES, difference, factors_of, stock_layer
 from tests.tolerances import ABSORBED_FLOAT64
 
 
