@@ -131,15 +131,31 @@ def _runtime_types(geometry: Geometry) -> dict[str, tuple[str, bool]]:
     pool = "*u8" if form.scale_group is not None else POINTERS[form.rope_dtype]
     places, lengths = ("*i64", "*i32") if geometry.sparse else ("*i32", "*i32")
     pointers = {
-        **{"Q": query, "POOL": pool, "PLACES": places, "LENGTHS": lengths, "OUT": query, "LSE": "*fp32"},
-        **{"EXTRA_POOL": pool, "EXTRA_PLACES": places, "EXTRA_LENGTHS": lengths, "SINKS": "*fp32"},
-        **{"PARTIAL": "*fp32", "PARTIAL_LSE": "*fp32"},
+        "Q": query,
+        "POOL": pool,
+        "PLACES": places,
+        "LENGTHS": lengths,
+        "OUT": query,
+        "LSE": "*fp32",
+        "EXTRA_POOL": pool,
+        "EXTRA_PLACES": places,
+        "EXTRA_LENGTHS": lengths,
+        "SINKS": "*fp32",
+        "PARTIAL": "*fp32",
+        "PARTIAL_LSE": "*fp32",
     }
     row = form.pool_width
     strides = {
-        **{"q_batch": geometry.tokens * geometry.heads * width, "q_token": geometry.heads * width, "q_head": width},
-        **{"page_stride": geometry.page_size * row, "row_stride": row, "places_stride": 0},
-        **{"extra_page": geometry.extra_page_size * row, "extra_row": row, "extra_places": 0, "ROWS": geometry.rows},
+        "q_batch": geometry.tokens * geometry.heads * width,
+        "q_token": geometry.heads * width,
+        "q_head": width,
+        "page_stride": geometry.page_size * row,
+        "row_stride": row,
+        "places_stride": 0,
+        "extra_page": geometry.extra_page_size * row,
+        "extra_row": row,
+        "extra_places": 0,
+        "ROWS": geometry.rows,
     }
     return {
         **{name: (kind, True) for name, kind in pointers.items()},
@@ -169,13 +185,13 @@ def resources_of(compiled: Any, arch: int) -> Resources:
         nvidia = triton.knobs.nvidia
         assembler = nvidia.ptxas_blackwell.path if arch >= 100 else nvidia.ptxas.path
         target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
-        report = _tool(assembler, "-v", "--regAllocOptLevel=2", f"--gpu-name={_only(target, ptx)[0]}", str(text), "-o", "/dev/null")
+        report = _tool(
+            assembler, "-v", "--regAllocOptLevel=2", f"--gpu-name={_only(target, ptx)[0]}", str(text), "-o", "/dev/null"
+        )
     registers = _only(re.search(r"REG:(\d+)", usage), usage)[0]
     stores, loads = _only(re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report), report)
     unit = next((unit for unit in ("wgmma", "tcgen05.mma", "mma.sync") if unit in ptx), "fma")
-    return Resources(
-        int(registers), int(stores), int(loads), int(compiled.metadata.shared), unit, "cp.async" in ptx
-    )
+    return Resources(int(registers), int(stores), int(loads), int(compiled.metadata.shared), unit, "cp.async" in ptx)
 
 
 def _tool(*command: str) -> str:
@@ -199,7 +215,9 @@ def main() -> None:
         for d_c, d_r, heads in ((512, 64, 16), (512, 64, 32), (512, 64, 128), (256, 32, 16), (384, 32, 16)):
             geometry = decode_geometry(RowFormat.plain(d_c, d_r, "bfloat16"), heads=heads)
             cell = compile_cell(geometry, arch)
-            print(f"sm_{arch} {d_c}+{d_r} H{heads} {cell.plan.tile} {cell.resources} {cell.faults() or 'ok'}", flush=True)
+            print(
+                f"sm_{arch} {d_c}+{d_r} H{heads} {cell.plan.tile} {cell.resources} {cell.faults() or 'ok'}", flush=True
+            )
 
 
 if __name__ == "__main__":

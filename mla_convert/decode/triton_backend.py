@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from mla_convert.decode.abi import DecodeCall, DecodeOutput
-from mla_convert.decode.rows import RowFormat
 from mla_convert.decode.scheduling import Schedule
-from mla_convert.decode.tiles import TileConfig
-from mla_convert.decode.triton_launch import MAX_SPLITS, Geometry, LaunchPlan, plan_launch
+from mla_convert.decode.tiles import TileConfig, shared_memory_limit, tile_bytes
+from mla_convert.decode.triton_launch import MAX_SPLITS, Geometry, LaunchPlan, plan_launch, rope_at
 
 if TYPE_CHECKING:
     from mla_convert.decode.triton_aot import Resources
@@ -87,7 +86,14 @@ class TritonBackend:
             return f"the device is sm_{_arch(device)}, older than sm_{MIN_ARCH}"
         if self.splits is not None and not 1 <= self.splits <= MAX_SPLITS:
             return f"{self.splits} splits are not in 1 … {MAX_SPLITS}"
-        return _unfit_rows(call) or _unfit_scales(call)
+        return _unfit_rows(call) or _unfit_scales(call) or self._unfit_tile(call)
+
+    def _unfit_tile(self, call: DecodeCall) -> str | None:
+        plan, form = self.plan(call), call.format
+        scaled = form.scale_group is not None
+        needed = tile_bytes(plan.tile, form.latent_width, form.rope_width, plan.geometry.dtype, scaled)
+        limit = shared_memory_limit(INTERPRETED_ARCH if self.interpret else _arch(call.q.device))
+        return f"a tile takes {needed} bytes of shared memory of {limit}" if needed > limit else None
 
     def run(self, call: DecodeCall, schedule: Schedule | None = None) -> DecodeOutput:
         """Compute `call`.
@@ -164,15 +170,11 @@ def _unfit_scales(call: DecodeCall) -> str | None:
     pools = [call.pool]
     if call.sparse is not None and call.sparse.extra_pool is not None:
         pools.append(call.sparse.extra_pool)
-    places = [form.latent_width, form.row_bytes]
-    places += [int(number) for pool in pools for number in (pool.storage_offset(), *pool.stride()[:2])]
-    if any(place % _widest(form) for place in places):
-        return f"scales or rotary part of a {form.row_bytes}-byte row would lie across {_widest(form)}-byte words"
+    needed = rope_at(form) + form.rope_width * getattr(torch, form.rope_dtype).itemsize
+    places = [int(number) for pool in pools for number in (pool.storage_offset(), *pool.stride()[:2])]
+    if form.row_bytes < needed or any(place % 4 for place in places):
+        return f"scales or rotary part of a {form.row_bytes}-byte row would lie across 4-byte words"
     return None
-
-
-def _widest(form: RowFormat) -> int:
-    return 4 if form.scales or form.rope_dtype == "float32" else 2
 
 
 @dataclass(frozen=True)

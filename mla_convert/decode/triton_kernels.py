@@ -57,14 +57,9 @@ def _query_part(start, ok, AT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _plain_tile(base, valid, AT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COMPUTE: tl.constexpr,
-                INTERPRET: tl.constexpr):  # fmt: skip
-    """Numbers AT … AT + WIDTH of each row.
-
-    Args:
-        base: (N,) pointers to the rows.
-        valid: (N,) rows that may be read; the others give 0.
-    """
+def _plain_tile(base, valid, AT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                COMPUTE: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+    """Numbers AT … AT + WIDTH of the rows at pointers `base` (N,); 0 where `valid` (N,) is false."""
     col = tl.arange(0, BLOCK)
     mask = valid[:, None]
     if WIDTH < BLOCK:
@@ -74,9 +69,9 @@ def _plain_tile(base, valid, AT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _scaled_tile(base, valid, AT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALES_AT: tl.constexpr,
-                 SCALES: tl.constexpr, GROUP: tl.constexpr, ROUND: tl.constexpr, COMPUTE: tl.constexpr,
-                 INTERPRET: tl.constexpr):  # fmt: skip
+def _scaled_tile(base, valid, AT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                 SCALES_AT: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+                 ROUND: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
     """Latents AT … AT + WIDTH of FP8 rows, times the float32 scale of their group.
 
     An E4M3 byte is a float16 of the same sign and mantissa whose exponent is 8 too small, subnormals included; so no
@@ -103,23 +98,24 @@ def _scaled_tile(base, valid, AT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _latent_tile(base, valid, AT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, D_C: tl.constexpr,
-                 SCALES: tl.constexpr, GROUP: tl.constexpr, ROUND: tl.constexpr, COMPUTE: tl.constexpr,
-                 INTERPRET: tl.constexpr):  # fmt: skip
+def _latent_tile(base, valid, AT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                 SCALES_AT: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+                 ROUND: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
     """Latents AT … AT + WIDTH, whatever the format of the rows."""
     if GROUP:
-        x = _scaled_tile(base, valid, AT, WIDTH, BLOCK, D_C, SCALES, GROUP, ROUND, COMPUTE, INTERPRET)
+        x = _scaled_tile(base, valid, AT, WIDTH, BLOCK, SCALES_AT, SCALES, GROUP, ROUND, COMPUTE, INTERPRET)
     else:
         x = _plain_tile(base, valid, AT, WIDTH, BLOCK, COMPUTE, INTERPRET)
     return x
 
 
 @triton.jit
-def _rope_tile(base, valid, D_C: tl.constexpr, D_R: tl.constexpr, BLOCK_R: tl.constexpr, SCALES: tl.constexpr,
-               GROUP: tl.constexpr, ROPE: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+def _rope_tile(base, valid, D_C: tl.constexpr, D_R: tl.constexpr, BLOCK_R: tl.constexpr,
+               ROPE_AT: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr, COMPUTE: tl.constexpr,
+               INTERPRET: tl.constexpr):  # fmt: skip
     """Rotated keys of the rows; behind FP8 latents they start after the scales, counted in bytes."""
     if GROUP:
-        start = (base + (D_C + 4 * SCALES)).to(tl.pointer_type(ROPE), bitcast=True)
+        start = (base + ROPE_AT).to(tl.pointer_type(ROPE), bitcast=True)
         x = _plain_tile(start, valid, 0, D_R, BLOCK_R, COMPUTE, INTERPRET)
     else:
         x = _plain_tile(base, valid, D_C, D_R, BLOCK_R, COMPUTE, INTERPRET)
@@ -130,8 +126,7 @@ def _rope_tile(base, valid, D_C: tl.constexpr, D_R: tl.constexpr, BLOCK_R: tl.co
 def _row_pointers(pool, places, n, valid, page_stride, row_stride, PAGE: tl.constexpr, SPARSE: tl.constexpr):
     """Pointers to the rows of keys `n`, 64 bits wide: a pool may hold more than 2^31 numbers.
 
-    Args:
-        places: Pointer to a sequence's block table, or, where sparse, to a query's physical indices.
+    `places` points to a sequence's block table, or, where sparse, to a query's physical indices.
     """
     if SPARSE:
         place = tl.load(places + n, mask=valid, other=0).to(tl.int64)
@@ -144,34 +139,31 @@ def _row_pointers(pool, places, n, valid, page_stride, row_stride, PAGE: tl.cons
 
 
 @triton.jit
-def _attend(peak, total, acc, tail_acc, q, q_tail, q_rope, pool, places, page_stride, row_stride, n0, n1, visible,
-            scale, D_C: tl.constexpr, D_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
-            BLOCK_R: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ROPE: tl.constexpr,
-            ROUND: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr, EMULATE: tl.constexpr,
-            PAGE: tl.constexpr, SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _attend(peak, total, acc, tail_acc, q, q_tail, q_rope, pool, places, page_stride, row_stride, n0,
+            n1, visible, scale, D_C: tl.constexpr, D_R: tl.constexpr, BLOCK_C: tl.constexpr,
+            BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
+            SCALES_AT: tl.constexpr, ROPE_AT: tl.constexpr, ROPE: tl.constexpr, ROUND: tl.constexpr,
+            COMPUTE: tl.constexpr, INTERPRET: tl.constexpr, EMULATE: tl.constexpr, PAGE: tl.constexpr,
+            SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Online softmax over the keys n0 … n1 (seed 1, 0x0A): every step rescales what it has by the new maximum.
 
-    Args:
-        peak: (M,) running maximum, base 2; total: (M,) running sum; acc, tail_acc: (M, C), (M, T) weighted latent.
-        q: (M, C) query beside the latent; q_tail: (M, T) beside its tail; q_rope: (M, R) beside the rotary part.
-        visible: (M,) keys that each row sees.
-
-    Returns:
-        The four running values.
+    It takes and returns the running maximum `peak` (M,), base 2, sum `total` (M,) and weighted latent `acc` (M, C),
+    `tail_acc` (M, T). `q` (M, C), `q_tail` (M, T) and `q_rope` (M, R) are the parts of the query; a row sees the keys
+    below `visible` (M,).
     """
     for start in tl.range(n0, n1, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
         valid = n < n1
         base = _row_pointers(pool, places, n, valid, page_stride, row_stride, PAGE, SPARSE)  # (N,)
-        kv = _latent_tile(base, valid, 0, BLOCK_C if BLOCK_T else D_C, BLOCK_C, D_C, SCALES, GROUP, ROUND, COMPUTE,
-                          INTERPRET)  # fmt: skip
+        kv = _latent_tile(base, valid, 0, BLOCK_C if BLOCK_T else D_C, BLOCK_C, SCALES_AT, SCALES, GROUP, ROUND,
+                          COMPUTE, INTERPRET)  # fmt: skip
         s = tl.dot(q, tl.trans(kv), input_precision="ieee")  # (M, N)
         if BLOCK_T:
-            kv_tail = _latent_tile(base, valid, BLOCK_C, D_C - BLOCK_C, BLOCK_T, D_C, SCALES, GROUP, ROUND, COMPUTE,
-                                   INTERPRET)  # fmt: skip
+            kv_tail = _latent_tile(base, valid, BLOCK_C, D_C - BLOCK_C, BLOCK_T, SCALES_AT, SCALES, GROUP, ROUND,
+                                   COMPUTE, INTERPRET)  # fmt: skip
             s = tl.dot(q_tail, tl.trans(kv_tail), acc=s, input_precision="ieee")
         if D_R:
-            k_rope = _rope_tile(base, valid, D_C, D_R, BLOCK_R, SCALES, GROUP, ROPE, COMPUTE, INTERPRET)
+            k_rope = _rope_tile(base, valid, D_C, D_R, BLOCK_R, ROPE_AT, GROUP, ROPE, COMPUTE, INTERPRET)
             s = tl.dot(q_rope, tl.trans(k_rope), acc=s, input_precision="ieee")
         s = tl.where(valid[None, :] & (n[None, :] < visible[:, None]), s * scale, float("-inf"))
         new_peak = tl.maximum(peak, tl.reduce(s, 1, tl.standard._elementwise_max))
@@ -201,7 +193,7 @@ def _store_result(OUT, LSE, SINKS, at, head, ok, peak, total, acc, tail_acc, D_C
     share = 1.0 / full
     if HAS_SINKS:
         sink = tl.load(SINKS + head, mask=ok, other=float("-inf"))
-        share = tl.where(seen, share / (1.0 + tl.math.exp(sink - lse)), 0.0)
+        share = tl.where(seen, share / (1.0 + tl.math.exp(sink - tl.where(seen, lse, 0.0))), 0.0)
     tl.store(LSE + at, lse, mask=ok)
     col = tl.arange(0, BLOCK_C)
     mask = ok[:, None] & (col < D_C)[None, :]
@@ -238,15 +230,17 @@ def _span(first, last, length, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def split_kernel(Q, POOL, PLACES, LENGTHS, EXTRA_POOL, EXTRA_PLACES, EXTRA_LENGTHS, SINKS, OUT, LSE, PARTIAL,
-                 PARTIAL_LSE, scale, q_batch, q_token, q_head, page_stride, row_stride, places_stride, extra_page,
-                 extra_row, extra_places, ROWS, H: tl.constexpr, S_Q: tl.constexpr, TOKENS: tl.constexpr,
-                 CAUSAL: tl.constexpr, SPARSE: tl.constexpr, EXTRA: tl.constexpr, HAS_SINKS: tl.constexpr,
-                 D_C: tl.constexpr, D_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
-                 BLOCK_R: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ROPE: tl.constexpr,
-                 ROUND: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr, EMULATE: tl.constexpr,
-                 PAGE: tl.constexpr, EXTRA_PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 STAGES: tl.constexpr):  # fmt: skip
+def split_kernel(Q, POOL, PLACES, LENGTHS, EXTRA_POOL, EXTRA_PLACES, EXTRA_LENGTHS, SINKS, OUT, LSE,
+                 PARTIAL, PARTIAL_LSE, scale, q_batch, q_token, q_head, page_stride, row_stride,
+                 places_stride, extra_page, extra_row, extra_places, ROWS, H: tl.constexpr,
+                 S_Q: tl.constexpr, TOKENS: tl.constexpr, CAUSAL: tl.constexpr, SPARSE: tl.constexpr,
+                 EXTRA: tl.constexpr, HAS_SINKS: tl.constexpr, D_C: tl.constexpr, D_R: tl.constexpr,
+                 BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+                 GROUP: tl.constexpr, SCALES: tl.constexpr, SCALES_AT: tl.constexpr,
+                 ROPE_AT: tl.constexpr, ROPE: tl.constexpr, ROUND: tl.constexpr, COMPUTE: tl.constexpr,
+                 INTERPRET: tl.constexpr, EMULATE: tl.constexpr, PAGE: tl.constexpr,
+                 EXTRA_PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """One tile of packed rows over one split of one sequence's keys.
 
     A group is a sequence with all its queries, S_Q · H rows that share the keys; where sparse, one query of a
@@ -288,15 +282,17 @@ def split_kernel(Q, POOL, PLACES, LENGTHS, EXTRA_POOL, EXTRA_PLACES, EXTRA_LENGT
     tail_acc = tl.full([BLOCK_M, BLOCK_T if BLOCK_T else 1], 0.0, tl.float32)
     n0, n1 = _span(first, first + run, length, BLOCK_N)
     peak, total, acc, tail_acc = _attend(
-        peak, total, acc, tail_acc, q, q_tail, q_rope, POOL, PLACES + group * places_stride, page_stride, row_stride,
-        n0, n1, visible, scale, D_C, D_R, BLOCK_C, BLOCK_T, BLOCK_R, GROUP, SCALES, ROPE, ROUND, COMPUTE, INTERPRET,
-        EMULATE, PAGE, SPARSE, BLOCK_N, STAGES)  # fmt: skip
+        peak, total, acc, tail_acc, q, q_tail, q_rope, POOL, PLACES + group * places_stride,
+        page_stride, row_stride, n0, n1, visible, scale, D_C, D_R, BLOCK_C, BLOCK_T, BLOCK_R, GROUP,
+        SCALES, SCALES_AT, ROPE_AT, ROPE, ROUND, COMPUTE, INTERPRET, EMULATE, PAGE, SPARSE, BLOCK_N,
+        STAGES)  # fmt: skip
     if EXTRA:
         n0, n1 = _span(first - blocks, first + run - blocks, extra_length, BLOCK_N)
         peak, total, acc, tail_acc = _attend(
-            peak, total, acc, tail_acc, q, q_tail, q_rope, EXTRA_POOL, EXTRA_PLACES + group * extra_places,
-            extra_page, extra_row, n0, n1, extra_length + query * 0, scale, D_C, D_R, BLOCK_C, BLOCK_T, BLOCK_R,
-            GROUP, SCALES, ROPE, ROUND, COMPUTE, INTERPRET, EMULATE, EXTRA_PAGE, SPARSE, BLOCK_N, STAGES)  # fmt: skip
+            peak, total, acc, tail_acc, q, q_tail, q_rope, EXTRA_POOL, EXTRA_PLACES + group *
+            extra_places, extra_page, extra_row, n0, n1, extra_length + query * 0, scale, D_C, D_R,
+            BLOCK_C, BLOCK_T, BLOCK_R, GROUP, SCALES, SCALES_AT, ROPE_AT, ROPE, ROUND, COMPUTE,
+            INTERPRET, EMULATE, EXTRA_PAGE, SPARSE, BLOCK_N, STAGES)  # fmt: skip
     if SPLITS == 1:
         _store_result(OUT, LSE, SINKS, group * ROWS + rows, head, ok, peak, total, acc, tail_acc, D_C, BLOCK_C,
                       BLOCK_T, HAS_SINKS)  # fmt: skip
@@ -307,7 +303,8 @@ def split_kernel(Q, POOL, PLACES, LENGTHS, EXTRA_POOL, EXTRA_PLACES, EXTRA_LENGT
 
 @triton.jit
 def merge_kernel(PARTIAL, PARTIAL_LSE, SINKS, OUT, LSE, ROWS, H: tl.constexpr, D_C: tl.constexpr,
-                 SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                 SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_S: tl.constexpr,
+                 BLOCK_D: tl.constexpr):  # fmt: skip
     """Exact merge of the splits of one row by their LSE (seed 1, 0x0C), BLOCK_D numbers at a time.
 
     PARTIAL is (groups, SPLITS, ROWS, D_C), PARTIAL_LSE without the last axis, base 2. What a split that saw nothing
@@ -329,7 +326,7 @@ def merge_kernel(PARTIAL, PARTIAL_LSE, SINKS, OUT, LSE, ROWS, H: tl.constexpr, D
     share = 1.0 / full
     if HAS_SINKS:
         sink = tl.load(SINKS + row % H)
-        share = tl.where(seen, share / (1.0 + tl.math.exp(sink - lse)), 0.0)
+        share = tl.where(seen, share / (1.0 + tl.math.exp(sink - tl.where(seen, lse, 0.0))), 0.0)
     col = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (parts > float("-inf"))[:, None] & (col < D_C)[None, :]
     partial = tl.load(PARTIAL + at[:, None] * D_C + col[None, :], mask=mask, other=0.0)  # (S, D)

@@ -163,6 +163,8 @@ class LaunchPlan:
             "BLOCK_R": blocks.rope,
             "GROUP": geometry.scale_group,
             "SCALES": form.scales,
+            "SCALES_AT": scales_at(form),
+            "ROPE_AT": rope_at(form),
             "ROUND": form.rope_dtype,
             "INTERPRET": self.interpret,
             "EMULATE": emulate,
@@ -209,7 +211,8 @@ def plan_launch(
     """
     form = geometry.form
     if tile is None:
-        tile = tile_config(arch, geometry.rows, form.latent_width, form.rope_width, geometry.dtype)
+        scaled = form.scale_group is not None
+        tile = tile_config(arch, geometry.rows, form.latent_width, form.rope_width, geometry.dtype, scaled)
     if splits is None:
         programs = geometry.groups * -(-geometry.rows // tile.block_m)
         splits = split_count(programs, geometry.capacity, tile.block_n, processors)
@@ -227,6 +230,16 @@ def split_count(programs: int, capacity: int, block_n: int, processors: int) -> 
     """
     wanted = processors * PROGRAMS_PER_PROCESSOR // max(programs, 1)
     return max(1, min(wanted, -(-capacity // block_n), MAX_SPLITS))
+
+
+def scales_at(form: RowFormat) -> int:
+    """Byte of an FP8 row where its float32 scales begin: behind the latent, at a multiple of 4."""
+    return -(-form.latent_width // 4) * 4
+
+
+def rope_at(form: RowFormat) -> int:
+    """Byte of an FP8 row where its rotary part begins."""
+    return scales_at(form) + 4 * form.scales
 
 
 def dtype_name(dtype: torch.dtype) -> Dtype:
