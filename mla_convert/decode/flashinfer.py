@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,7 +39,8 @@ class FlashInferMLA(Protocol):
 class FlashInferBackend:
     """FlashInfer's FA2 and FA3 kernels, built for 512+64; narrower rows are padded, and `padding` says how much.
 
-    `plan` reads lengths and tables on the host, so a call waits for the device and no graph can capture it.
+    `plan` reads lengths and tables on the host, so `run` waits for the device and no graph can capture it; `planned`
+    parts the two.
 
     Attributes:
         module: `flashinfer.mla`, or what stands in for it; None looks for the installed one.
@@ -82,6 +84,10 @@ class FlashInferBackend:
 
     def run(self, call: DecodeCall) -> DecodeOutput:
         """Compute `call`, which `unfit` has passed."""
+        return self.planned(call)()
+
+    def planned(self, call: DecodeCall) -> Callable[[], DecodeOutput]:
+        """Plan on the host once; what comes back computes `call` as often as wanted, in a captured graph too."""
         module: FlashInferMLA = self.module or importlib.import_module("flashinfer.mla")
         batch, tokens, heads, _ = call.q.shape
         width, padding = call.format.latent_width, self.padding(call)
@@ -104,15 +110,19 @@ class FlashInferBackend:
             q_data_type=q.dtype,
             kv_data_type=pool.dtype,
         )
-        out, lse = wrapper.run(
-            q_nope=q[..., :LATENT],
-            q_pe=q[..., LATENT:],
-            ckv_cache=pool[..., :LATENT],
-            kpe_cache=pool[..., LATENT:],
-            return_lse=True,
-        )
-        out = out.view(batch, tokens, heads, LATENT)[..., :width]
-        return blank_unseen(out, (lse * math.log(2.0)).view(batch, tokens, heads), seen_rows(call))
+
+        def compute() -> DecodeOutput:
+            out, lse = wrapper.run(
+                q_nope=q[..., :LATENT],
+                q_pe=q[..., LATENT:],
+                ckv_cache=pool[..., :LATENT],
+                kpe_cache=pool[..., LATENT:],
+                return_lse=True,
+            )
+            out = out.view(batch, tokens, heads, LATENT)[..., :width]
+            return blank_unseen(out, (lse * math.log(2.0)).view(batch, tokens, heads), seen_rows(call))
+
+        return compute
 
 
 @dataclass(frozen=True)
