@@ -78,3 +78,18 @@ FORMAT_OUTPUT = {"fp8": 7e-2, "float16": 5e-3, "float32": 5e-3}
 
 FORMAT_LSE = {"fp8": 3e-2, "float16": 3e-3, "float32": 3e-3}
 """Nats; a score of size 1 to 4 moves by its rows' relative error, and the LSE by no more than the scores."""
+
+KERNEL_FLOAT32 = 4e-6
+"""Absolute, outputs of order one: a float32 kernel sums some hundred terms in its own order (measured 3e-7)."""
+
+KERNEL_FLOAT16 = 2e-3
+"""Absolute: weights and output are rounded to 11 bits, half a unit of numbers up to 4 each (measured 5e-4)."""
+
+KERNEL_BFLOAT16 = 1.6e-2
+"""Absolute: the same with 8 bits, 2^-9 of numbers up to 4 (measured 8e-3)."""
+
+KERNEL_LSE = 4e-6
+"""Absolute, LSE up to 10 in float32, whose unit there is 9.5e-7; a base-2 or half-precision LSE is off by 1e-2."""
+
+KERNEL_RESPLIT = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
+"""Absolute: one kernel beside itself with other splits or pages: its own rounding, half of the bars above."""
