@@ -10,15 +10,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from mla_convert.decode.abi import Backend, DecodeCall, DecodeOutput, check_call
+from mla_convert.decode.abi import Backend
 from mla_convert.decode.absorbed_attention import AbsorbedAttention, Decoder, Serving
+from mla_convert.decode.backends import dispatcher
 from mla_convert.decode.derived import ValueSide
+from mla_convert.decode.dispatch import Dispatcher
 from mla_convert.decode.latent_batch import CachePlan
 from mla_convert.decode.latent_cache import LatentCache
 from mla_convert.decode.publication import rope_digest
-from mla_convert.decode.reference import ReferenceBackend
+from mla_convert.decode.receipt import ReceiptBook
 from mla_convert.decode.rows import FloatName, RowFormat
-from mla_convert.decode.torch_backend import TorchBackend
 from mla_convert.errors import InputRefused
 
 EXPAND_FROM = 9
@@ -113,7 +114,8 @@ def use_absorbed(
 
     Args:
         model: Holds a `deepseek_v3` model, bare, with a head, or under PEFT.
-        backend: "auto", "torch" or "reference", a backend, or a function from call to output.
+        backend: "auto" or a name of `backends.known_backends`, a backend, or a function from call to output, such as
+            `Dispatcher.run` with a receipt book.
         options: See `AbsorbedOptions`.
 
     Raises:
@@ -166,22 +168,5 @@ def _plan(attention: DeepseekV3Attention, layers: int, options: AbsorbedOptions)
 
 def _decoder(backend: str | Backend | Decoder) -> Decoder:
     if isinstance(backend, str):
-        known: dict[str, Backend] = {"auto": TorchBackend(), "torch": TorchBackend(), "reference": ReferenceBackend()}
-        if backend not in known:
-            raise InputRefused("an unknown backend", expected=", ".join(known), found=backend)
-        return _Checked(known[backend])
-    return backend if callable(backend) else _Checked(backend)
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """A backend that refuses what it declares that it cannot run."""
-
-    backend: Backend
-
-    def __call__(self, call: DecodeCall) -> DecodeOutput:
-        check_call(call)
-        reason = self.backend.unfit(call)
-        if reason is not None:
-            raise InputRefused("a backend that cannot run this call", found=reason, where=self.backend.name)
-        return self.backend.run(call)
+        return dispatcher(backend, ReceiptBook()).run
+    return backend if callable(backend) else Dispatcher([backend], backend.name, ReceiptBook()).run

@@ -183,7 +183,7 @@ def time_graph(work: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1000)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def measure_cell(cell: BenchCell, rates: DeviceRates, device: torch.device) -> BenchRow:

@@ -102,8 +102,13 @@ def moved(call: DecodeCall, device: torch.device) -> DecodeCall:
     """The same call with its tensors on `device`."""
     sparse = call.sparse
     if sparse is not None:
-        parts = [getattr(sparse, field.name) for field in dataclasses.fields(SparseSelection)]
-        sparse = SparseSelection(*(None if part is None else part.to(device) for part in parts))
+        sparse = SparseSelection(
+            indices=sparse.indices.to(device),
+            lengths=sparse.lengths.to(device),
+            extra_pool=None if sparse.extra_pool is None else sparse.extra_pool.to(device),
+            extra_indices=None if sparse.extra_indices is None else sparse.extra_indices.to(device),
+            extra_lengths=None if sparse.extra_lengths is None else sparse.extra_lengths.to(device),
+        )
     return replace(
         call,
         q=call.q.to(device),

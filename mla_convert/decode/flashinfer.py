@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mla_convert.decode.abi import DecodeCall, DecodeOutput
+from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures
 from mla_convert.decode.flashmla import Padding, blank_unseen, pad_parts, seen_rows
 
 LATENT, ROPE = 512, 64
@@ -55,12 +55,24 @@ class FlashInferBackend:
         """As the user asks for it."""
         return "flashinfer"
 
-    def unfit(self, call: DecodeCall) -> str | None:
-        """Why FlashInfer cannot run `call`; None if it can."""
+    @property
+    def automatic(self) -> bool:
+        """By name only: it has not been measured beside the bundled kernels here."""
+        return False
+
+    def absent(self, device: torch.device) -> str | None:
+        """The package, or a CUDA device."""
         if self.module is None and importlib.util.find_spec("flashinfer") is None:
-            return "not installed"
-        if self.capability is None and call.q.device.type != "cuda":
-            return f"the tensors are on {call.q.device}"
+            return "flashinfer is not installed"
+        if self.capability is None and device.type != "cuda":
+            return f"the tensors are on {device}"
+        return None
+
+    def unfit(self, call: DecodeCall) -> str | None:
+        """Why FlashInfer cannot run `call`, here or at all; None if it can."""
+        absent = self.absent(call.q.device)
+        if absent is not None:
+            return absent
         capability = self.capability or torch.cuda.get_device_capability(call.q.device)
         form = call.format
         if capability < MIN_ARCH:
@@ -81,6 +93,10 @@ class FlashInferBackend:
         rows = call.pool.shape[0] * call.pool.shape[1]
         size = rows * (LATENT + ROPE) * call.pool.element_size() if latent or rope else 0
         return Padding(latent, rope, 0, size)
+
+    def launch(self, call: DecodeCall) -> LaunchFigures:
+        """What is padded; the kernel is not ours to describe."""
+        return LaunchFigures(padded_bytes=self.padding(call).pool_bytes)
 
     def run(self, call: DecodeCall) -> DecodeOutput:
         """Compute `call`, which `unfit` has passed."""

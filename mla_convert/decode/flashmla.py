@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mla_convert.decode.abi import DecodeCall, DecodeOutput, SparseSelection
+from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures, SparseSelection
 
 LATENT, ROPE, PAGE = 512, 64, 64
 SPARSE_ROW_BYTES, SPARSE_GROUP, SPARSE_HEADS, SPARSE_STEP = 656, 128, (64, 128), 64
@@ -71,12 +71,24 @@ class FlashMLABackend:
         """As the user asks for it."""
         return "flashmla"
 
-    def unfit(self, call: DecodeCall) -> str | None:
-        """Why FlashMLA cannot run `call`; None if it can."""
+    @property
+    def automatic(self) -> bool:
+        """By name only: it has not been measured beside the bundled kernels here."""
+        return False
+
+    def absent(self, device: torch.device) -> str | None:
+        """The package, or a CUDA device."""
         if self.module is None and importlib.util.find_spec("flash_mla") is None:
-            return "not installed"
-        if self.capability is None and call.q.device.type != "cuda":
-            return f"the tensors are on {call.q.device}"
+            return "flashmla is not installed"
+        if self.capability is None and device.type != "cuda":
+            return f"the tensors are on {device}"
+        return None
+
+    def unfit(self, call: DecodeCall) -> str | None:
+        """Why FlashMLA cannot run `call`, here or at all; None if it can."""
+        absent = self.absent(call.q.device)
+        if absent is not None:
+            return absent
         capability = self.capability or torch.cuda.get_device_capability(call.q.device)
         return _unfit_dense(call, capability) if call.sparse is None else _unfit_sparse(call, call.sparse, capability)
 
@@ -89,6 +101,10 @@ class FlashMLABackend:
         rows = call.pool.shape[0] * call.pool.shape[1]
         size = rows * (LATENT + ROPE) * call.pool.element_size() if latent or rope else 0
         return Padding(latent, rope, 0, size)
+
+    def launch(self, call: DecodeCall) -> LaunchFigures:
+        """What is padded; the kernel is not ours to describe."""
+        return LaunchFigures(padded_bytes=self.padding(call).pool_bytes)
 
     def run(self, call: DecodeCall) -> DecodeOutput:
         """Compute `call`, which `unfit` has passed.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mla_convert.decode.abi import DecodeCall, DecodeOutput
+from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures
 from mla_convert.decode.scheduling import Schedule
 from mla_convert.decode.tiles import TileConfig, shared_memory_limit, tile_bytes
 from mla_convert.decode.triton_launch import MAX_SPLITS, Geometry, LaunchPlan, plan_launch, rope_at
@@ -75,15 +75,26 @@ class TritonBackend:
         """`triton`, or `triton-interpret` on a CPU."""
         return "triton-interpret" if self.interpret else "triton"
 
-    def unfit(self, call: DecodeCall) -> str | None:
-        """Why the kernels cannot run `call`; None if they can."""
+    @property
+    def automatic(self) -> bool:
+        """Compiled; the interpreter is for checks."""
+        return not self.interpret
+
+    def absent(self, device: torch.device) -> str | None:
+        """Triton, or a device that its kernels run on."""
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
-        device = call.q.device
         if device.type != ("cpu" if self.interpret else "cuda"):
             return f"the tensors are on {device}"
         if not self.interpret and _arch(device) < MIN_ARCH:
             return f"the device is sm_{_arch(device)}, older than sm_{MIN_ARCH}"
+        return None
+
+    def unfit(self, call: DecodeCall) -> str | None:
+        """Why the kernels cannot run `call`, here or at all; None if they can."""
+        absent = self.absent(call.q.device)
+        if absent is not None:
+            return absent
         if self.splits is not None and not 1 <= self.splits <= MAX_SPLITS:
             return f"{self.splits} splits are not in 1 … {MAX_SPLITS}"
         return _unfit_rows(call) or _unfit_scales(call) or self._unfit_tile(call)
@@ -145,6 +156,19 @@ class TritonBackend:
             plan.padded_numbers * call.q.element_size(),
             plan.workspace_bytes,
             resources,
+        )
+
+    def launch(self, call: DecodeCall) -> LaunchFigures:
+        """What `describe` finds, for a receipt."""
+        report = self.describe(call)
+        tile, resources = report.tile, report.resources
+        return LaunchFigures(
+            tile=f"{tile.block_m}x{tile.block_n}, {tile.warps} warps, {tile.stages} stages, {report.arch}",
+            splits=report.splits,
+            registers=None if resources is None else resources.registers,
+            spilled_bytes=None if resources is None else resources.spill_stores,
+            shared_bytes=None if resources is None else resources.shared_memory,
+            padded_bytes=report.padded_bytes,
         )
 
 
