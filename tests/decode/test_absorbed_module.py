@@ -16,7 +16,7 @@ from mla_convert.decode.absorbed_attention import AbsorbedAttention
 from mla_convert.decode.absorbed_module import AbsorbedOptions, use_absorbed
 from mla_convert.decode.reference import ReferenceBackend
 from mla_convert.decode.rows import RowFormat
-from mla_convert.errors import InputRefused
+from mla_convert.errors import InputRefused, UsageFault
 from tests.decode.stock import KINDS, LATENT, LAYERS, ROPE, apart, left_padded, logits, tiny, token_ids
 from tests.tolerances import ABSORBED_LOGITS
 
@@ -266,7 +266,7 @@ def test_what_cannot_be_done_is_refused() -> None:
             cache.crop(3)
     with pytest.raises(InputRefused, match="keys and values"):
         logits(model, input_ids=ids[:, :1], cache=cache)
-    with pytest.raises(InputRefused, match="reference"):
+    with pytest.raises(UsageFault, match="unknown decode backend"):
         use_absorbed(model, "flash-of-genius")
     with pytest.raises(InputRefused, match="20 \\+ 8"):
         use_absorbed(model, options=AbsorbedOptions(row_format=RowFormat.plain(LATENT, 4, "float32")))

@@ -118,7 +118,8 @@ def sparse(**changes: object) -> DecodeCall:
 
 @pytest.mark.parametrize("backend", [FlashMLABackend(), FlashInferBackend()], ids=lambda backend: backend.name)
 def test_an_absent_package_is_named(backend: FlashMLABackend | FlashInferBackend) -> None:
-    assert backend.unfit(dense()) == "not installed"
+    assert backend.absent(torch.device("cpu")) == f"{backend.name} is not installed"
+    assert backend.unfit(dense()) == f"{backend.name} is not installed"
 
 
 @pytest.mark.parametrize(("d_c", "d_r", "causal"), [(512, 64, True), (512, 64, False), (144, 48, True), (384, 0, True)])
