@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mla_convert.errors import InputRefused
+from mla_convert.errors import CheckFailed, InputRefused
 
 FloatName = Literal["float32", "float16", "bfloat16"]
 
@@ -157,7 +157,8 @@ def encode(form: RowFormat, c_kv: Tensor, k_rope: Tensor) -> Tensor:
         (..., form.pool_width) of `form.pool_dtype`.
 
     Raises:
-        InputRefused: Other widths, or a number that is not finite, or is not once it has the row's dtype.
+        InputRefused: Other widths.
+        CheckFailed: A number is not finite, or is not once it has the row's dtype.
     """
     if c_kv.shape != (*k_rope.shape[:-1], form.latent_width) or k_rope.shape[-1] != form.rope_width:
         raise InputRefused(
@@ -237,7 +238,7 @@ def _quantise(form: RowFormat, latent: Tensor) -> tuple[Tensor, Tensor]:
 
 def _refuse_infinite(form: RowFormat, *fields: Tensor) -> None:
     if not all(bool(torch.isfinite(field).all()) for field in fields):
-        raise InputRefused(
+        raise CheckFailed(
             "a number that a row cannot hold",
             expected=f"finite numbers, within the range of {form.rope_dtype}",
             found="NaN, infinity, or a number that becomes infinite",
