@@ -102,8 +102,9 @@ def moved(call: DecodeCall, device: torch.device) -> DecodeCall:
     """The same call with its tensors on `device`."""
     sparse = call.sparse
     if sparse is not None:
-        parts = [getattr(sparse, field.name) for field in dataclasses.fields(SparseSelection)]
-        sparse = SparseSelection(*(None if part is None else part.to(device) for part in parts))
+        names = (field.name for field in dataclasses.fields(SparseSelection))
+        parts = {name: part.to(device) for name in names if (part := getattr(sparse, name)) is not None}
+        sparse = replace(sparse, **parts)
     return replace(
         call,
         q=call.q.to(device),

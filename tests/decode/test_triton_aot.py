@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,11 @@ def fresh_cache(tmp_path: Path) -> object:
         yield
 
 
+@cache
+def wide(arch: int, heads: int) -> CompiledCell:
+    return compile_cell(decode_geometry(WIDE, heads=heads), arch)
+
+
 def test_the_limits_are_the_architectures() -> None:
     assert tuple(SHARED_MEMORY_LIMIT) == ARCHITECTURES
     assert [limit // 1024 for limit in SHARED_MEMORY_LIMIT.values()] == [163, 99, 99, 227, 227, 99]
@@ -43,7 +49,7 @@ def test_the_limits_are_the_architectures() -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_512_64_spills_nothing_and_fits(arch: int, heads: int) -> None:
-    cell = compile_cell(decode_geometry(WIDE, heads=heads), arch)
+    cell = wide(arch, heads)
 
     assert cell.faults() == []
     assert cell.resources.registers <= 255
@@ -53,7 +59,7 @@ def test_512_64_spills_nothing_and_fits(arch: int, heads: int) -> None:
 
 @pytest.mark.parametrize(("arch", "unit"), [(90, "wgmma"), (100, "tcgen05.mma"), (80, "mma.sync")])
 def test_many_heads_use_the_architectures_matrix_unit(arch: int, unit: str) -> None:
-    assert compile_cell(decode_geometry(WIDE, heads=128), arch).resources.matrix_unit == unit
+    assert wide(arch, 128).resources.matrix_unit == unit
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
@@ -86,7 +92,7 @@ def test_the_gate_sees_a_tile_that_is_too_large() -> None:
 
 
 def test_only_the_wgmma_tile_may_spill_and_only_sixteen_bytes() -> None:
-    cell = compile_cell(decode_geometry(WIDE, heads=128), 90)
+    cell = wide(90, 128)
 
     def spilled(size: int, unit: str) -> CompiledCell:
         return replace(cell, resources=replace(cell.resources, spill_stores=size, matrix_unit=unit))
