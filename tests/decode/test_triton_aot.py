@@ -12,6 +12,7 @@ from mla_convert.decode.ladder import LadderCase
 from mla_convert.decode.rows import RowFormat
 from mla_convert.decode.tiles import (
     SHARED_MEMORY_LIMIT,
+    Dtype,
     LatentBlocks,
     TileConfig,
     latent_blocks,
@@ -19,7 +20,7 @@ from mla_convert.decode.tiles import (
     tile_bytes,
     tile_config,
 )
-from mla_convert.decode.triton_aot import ARCHITECTURES, CompiledCell, compile_cell, decode_geometry
+from mla_convert.decode.triton_aot import ARCHITECTURES, CompiledCell, compile_cell, compile_merge, decode_geometry
 
 triton = pytest.importorskip("triton")
 
@@ -81,6 +82,24 @@ def test_a_sparse_call_with_a_second_pool_and_sinks_compiles_without_a_spill() -
     geometry = replace(decode_geometry(FP8, heads=16), sparse=True, sinks=True, extra_page_size=64, causal=False)
 
     assert compile_cell(geometry, 90).resources.spill_stores == 0
+
+
+@pytest.mark.parametrize("splits", [2, 128])
+def test_the_merge_fits_without_a_spill(splits: int) -> None:
+    resources = compile_merge(replace(decode_geometry(WIDE, heads=9), sinks=True), 90, splits)
+
+    assert (resources.spill_stores, resources.spill_loads) == (0, 0)
+    assert resources.registers <= 128
+    assert resources.shared_memory <= 8 * 1024
+
+
+@pytest.mark.parametrize(("dtype", "spill"), [("float32", 16), ("float16", 0)])
+def test_the_other_dtypes_compile_and_fit(dtype: Dtype, spill: int) -> None:
+    """Float32 has no tensor cores here (its bar is 4e-6) and no gate; some bytes spill."""
+    cell = compile_cell(decode_geometry(RowFormat.plain(512, 64, dtype), heads=9, dtype=dtype), 86)
+
+    assert cell.resources.shared_memory <= shared_memory_limit(86)
+    assert cell.resources.spill_stores <= spill
 
 
 def test_the_gate_sees_a_tile_that_is_too_large() -> None:
