@@ -174,7 +174,7 @@ def time_graph(work: Callable[[], object], device: torch.device) -> float:
     with torch.cuda.graph(graph):
         work()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    times = []
+    times: list[float] = []
     for _ in range(REPEATS):
         flush.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

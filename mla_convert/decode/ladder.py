@@ -108,6 +108,7 @@ def _single_shapes(base: LadderCase) -> Iterator[LadderCase]:
     yield replace(base, fp8=True, heads=5, d_c=512, d_r=64, page_size=64, splits=2)
     yield replace(base, fp8=True, heads=5, d_c=144, d_r=48, page_size=5)
     yield replace(base, dtype="float32", fp8=True, heads=5, tokens=2, d_c=256, d_r=32)
+    yield replace(base, fp8=True, heads=2, d_c=768, lengths=(33,))
     yield replace(base, causal=False, tokens=2, top_k=40, splits=2)
     yield replace(base, dtype="float32", causal=False, heads=9, top_k=33, extra_top_k=20, sinks=True, splits=3)
     yield replace(base, causal=False, fp8=True, heads=4, d_c=512, d_r=64, page_size=64, top_k=48, extra_top_k=17)

@@ -15,7 +15,7 @@ from typing import Any
 
 from mla_convert.decode.rows import RowFormat
 from mla_convert.decode.tiles import Dtype, TileConfig, shared_memory_limit
-from mla_convert.decode.triton_launch import Geometry, LaunchPlan, plan_launch
+from mla_convert.decode.triton_launch import MERGE_WARPS, Geometry, LaunchPlan, plan_launch
 from mla_convert.errors import EnvironmentFault
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -94,15 +94,33 @@ def compile_cell(geometry: Geometry, arch: int, tile: TileConfig | None = None) 
     Raises:
         EnvironmentFault: If Triton's assembler fails.
     """
+    from mla_convert.decode import triton_kernels
+
+    plan = plan_launch(geometry, arch, PROCESSORS[arch], tile=tile)
+    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
+    compiled = _compile(triton_kernels.split_kernel, _constants(plan), geometry, arch, options)
+    return CompiledCell(arch, plan, resources_of(compiled, arch))
+
+
+def compile_merge(geometry: Geometry, arch: int, splits: int) -> Resources:
+    """Compile the merge kernel of a launch with so many splits, and read its resources.
+
+    Raises:
+        EnvironmentFault: If Triton's assembler fails.
+    """
+    from mla_convert.decode import triton_kernels
+
+    plan = plan_launch(geometry, arch, PROCESSORS[arch], splits=splits)
+    options = {"num_warps": MERGE_WARPS}
+    return resources_of(_compile(triton_kernels.merge_kernel, plan.merge_constants(), geometry, arch, options), arch)
+
+
+def _compile(kernel: Any, constants: dict[str, object], geometry: Geometry, arch: int, options: dict[str, int]) -> Any:
+    """Compile with the types and divisibility hints that a launch on tensors would give."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from mla_convert.decode import triton_kernels
-
-    plan = plan_launch(geometry, arch, PROCESSORS[arch], tile=tile)
-    kernel = triton_kernels.split_kernel
-    constants = _constants(plan)
     runtime = _runtime_types(geometry)
     signature = {name: "constexpr" if name in constants else runtime[name][0] for name in kernel.arg_names}
     hints = {
@@ -111,9 +129,7 @@ def compile_cell(geometry: Geometry, arch: int, tile: TileConfig | None = None) 
         if name in runtime and runtime[name][1]
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
-    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return CompiledCell(arch, plan, resources_of(compiled, arch))
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def _constants(plan: LaunchPlan) -> dict[str, object]:

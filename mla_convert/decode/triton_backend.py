@@ -15,7 +15,7 @@ from torch import Tensor
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures
 from mla_convert.decode.scheduling import Schedule
 from mla_convert.decode.tiles import TileConfig, shared_memory_limit, tile_bytes
-from mla_convert.decode.triton_launch import MAX_SPLITS, Geometry, LaunchPlan, plan_launch, rope_at
+from mla_convert.decode.triton_launch import MAX_SPLITS, MERGE_WARPS, Geometry, LaunchPlan, plan_launch, rope_at
 
 if TYPE_CHECKING:
     from mla_convert.decode.triton_aot import Resources
@@ -253,7 +253,7 @@ def _launch(plan: LaunchPlan, call: DecodeCall, kernels: ModuleType) -> DecodeOu
     arguments = _Arguments.of(plan, call)
     kernels.split_kernel[plan.grid](*arguments.split, **_split_keywords(plan))
     if plan.splits > 1:
-        kernels.merge_kernel[plan.merge_grid](*arguments.merge, **plan.merge_constants(), num_warps=4)
+        kernels.merge_kernel[plan.merge_grid](*arguments.merge, **plan.merge_constants(), num_warps=MERGE_WARPS)
     return DecodeOutput(arguments.out.to(call.q.dtype), arguments.lse)
 
 

@@ -149,7 +149,7 @@ def _attend(peak, total, acc, tail_acc, q, q_tail, q_rope, pool, places, page_st
 
     It takes and returns the running maximum `peak` (M,), base 2, sum `total` (M,) and weighted latent `acc` (M, C),
     `tail_acc` (M, T). `q` (M, C), `q_tail` (M, T) and `q_rope` (M, R) are the parts of the query; a row sees the keys
-    below `visible` (M,).
+    below `visible` (M,), which no row has beyond the segment's length.
     """
     for start in tl.range(n0, n1, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
@@ -165,7 +165,7 @@ def _attend(peak, total, acc, tail_acc, q, q_tail, q_rope, pool, places, page_st
         if D_R:
             k_rope = _rope_tile(base, valid, D_C, D_R, BLOCK_R, ROPE_AT, GROUP, ROPE, COMPUTE, INTERPRET)
             s = tl.dot(q_rope, tl.trans(k_rope), acc=s, input_precision="ieee")
-        s = tl.where(valid[None, :] & (n[None, :] < visible[:, None]), s * scale, float("-inf"))
+        s = tl.where(n[None, :] < visible[:, None], s * scale, float("-inf"))
         new_peak = tl.maximum(peak, tl.reduce(s, 1, tl.standard._elementwise_max))
         finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         shrink = tl.math.exp2(peak - finite)

@@ -16,8 +16,8 @@ MAX_SPLITS = 128
 PROGRAMS_PER_PROCESSOR = 2
 """Programs that the launch aims at for each multiprocessor: one computes while the other waits for memory."""
 
-MERGE_TILE = 4096
-"""Numbers in one tile of the merge: 32 float32 registers a thread."""
+MERGE_TILE, MERGE_WARPS = 4096, 4
+"""Numbers in one tile of the merge, and its warps: 32 float32 registers a thread."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mla_convert.decode.receipt import ReceiptBook
 from mla_convert.decode.rows import RowFormat
 from mla_convert.errors import InputRefused
 from tests.decode.calls import Shape, errors, make_call
-from tests.tolerances import DECODE_FLOAT32, DECODE_LSE, FLOAT64_ALGEBRA
+from tests.tolerances import DECODE_FLOAT32, DECODE_LSE, FLOAT64_ALGEBRA, KERNEL_BFLOAT16, KERNEL_LSE
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "triton-interpret"])
@@ -74,3 +74,20 @@ def test_a_format_of_another_width_is_refused() -> None:
     pool = torch.zeros(1, 2, form.pool_width, dtype=torch.uint8)
     with pytest.raises(InputRefused, match="d_c = 256"):
         mla_decode(torch.zeros(1, 1, 2, 576), pool, index, index[0], 256, 1.0, row_format=form)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [RowFormat.flashmla_fp8(), RowFormat.grouped_fp8(72, 24), RowFormat.grouped_fp8(152, 40)],
+    ids=lambda form: f"{form.name} {form.latent_width}+{form.rope_width}",
+)
+def test_scaled_rows_as_they_are_encoded_are_what_the_kernels_read(form: RowFormat) -> None:
+    """The kernels take offsets of their own from a format; the encoder's must be the same."""
+    call = make_call(Shape(form, (5, 40), heads=3, page_size=16, query_dtype=torch.bfloat16))
+
+    arguments = (call.q, call.pool, call.block_table, call.seq_lens, form.latent_width, call.scale)
+    out, lse = mla_decode(*arguments, backend="triton-interpret", row_format=form)
+
+    found = errors(call, DecodeOutput(out, lse))
+    assert found[0] <= KERNEL_BFLOAT16
+    assert found[1] <= KERNEL_LSE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from mla_convert.decode.ladder import LadderCase
 from mla_convert.decode.rows import RowFormat
 from mla_convert.decode.tiles import (
     SHARED_MEMORY_LIMIT,
+    Dtype,
     LatentBlocks,
     TileConfig,
     latent_blocks,
@@ -18,7 +20,7 @@ from mla_convert.decode.tiles import (
     tile_bytes,
     tile_config,
 )
-from mla_convert.decode.triton_aot import ARCHITECTURES, CompiledCell, compile_cell, decode_geometry
+from mla_convert.decode.triton_aot import ARCHITECTURES, CompiledCell, compile_cell, compile_merge, decode_geometry
 
 triton = pytest.importorskip("triton")
 
@@ -34,6 +36,11 @@ def fresh_cache(tmp_path: Path) -> object:
         yield
 
 
+@cache
+def wide(arch: int, heads: int) -> CompiledCell:
+    return compile_cell(decode_geometry(WIDE, heads=heads), arch)
+
+
 def test_the_limits_are_the_architectures() -> None:
     assert tuple(SHARED_MEMORY_LIMIT) == ARCHITECTURES
     assert [limit // 1024 for limit in SHARED_MEMORY_LIMIT.values()] == [163, 99, 99, 227, 227, 99]
@@ -43,7 +50,7 @@ def test_the_limits_are_the_architectures() -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_512_64_spills_nothing_and_fits(arch: int, heads: int) -> None:
-    cell = compile_cell(decode_geometry(WIDE, heads=heads), arch)
+    cell = wide(arch, heads)
 
     assert cell.faults() == []
     assert cell.resources.registers <= 255
@@ -53,7 +60,7 @@ def test_512_64_spills_nothing_and_fits(arch: int, heads: int) -> None:
 
 @pytest.mark.parametrize(("arch", "unit"), [(90, "wgmma"), (100, "tcgen05.mma"), (80, "mma.sync")])
 def test_many_heads_use_the_architectures_matrix_unit(arch: int, unit: str) -> None:
-    assert compile_cell(decode_geometry(WIDE, heads=128), arch).resources.matrix_unit == unit
+    assert wide(arch, 128).resources.matrix_unit == unit
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
@@ -77,6 +84,24 @@ def test_a_sparse_call_with_a_second_pool_and_sinks_compiles_without_a_spill() -
     assert compile_cell(geometry, 90).resources.spill_stores == 0
 
 
+@pytest.mark.parametrize("splits", [2, 128])
+def test_the_merge_fits_without_a_spill(splits: int) -> None:
+    resources = compile_merge(replace(decode_geometry(WIDE, heads=9), sinks=True), 90, splits)
+
+    assert (resources.spill_stores, resources.spill_loads) == (0, 0)
+    assert resources.registers <= 128
+    assert resources.shared_memory <= 8 * 1024
+
+
+@pytest.mark.parametrize(("dtype", "spill"), [("float32", 16), ("float16", 0)])
+def test_the_other_dtypes_compile_and_fit(dtype: Dtype, spill: int) -> None:
+    """Float32 has no tensor cores here (its bar is 4e-6) and no gate; some bytes spill."""
+    cell = compile_cell(decode_geometry(RowFormat.plain(512, 64, dtype), heads=9, dtype=dtype), 86)
+
+    assert cell.resources.shared_memory <= shared_memory_limit(86)
+    assert cell.resources.spill_stores <= spill
+
+
 def test_the_gate_sees_a_tile_that_is_too_large() -> None:
     cell = compile_cell(decode_geometry(WIDE, heads=128), 89, TileConfig(64, 64, 8, 2))
 
@@ -86,7 +111,7 @@ def test_the_gate_sees_a_tile_that_is_too_large() -> None:
 
 
 def test_only_the_wgmma_tile_may_spill_and_only_sixteen_bytes() -> None:
-    cell = compile_cell(decode_geometry(WIDE, heads=128), 90)
+    cell = wide(90, 128)
 
     def spilled(size: int, unit: str) -> CompiledCell:
         return replace(cell, resources=replace(cell.resources, spill_stores=size, matrix_unit=unit))

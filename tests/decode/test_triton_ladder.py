@@ -9,6 +9,7 @@ import torch
 
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, check_call
 from mla_convert.decode.ladder import LSE_LIMIT, OUT_LIMIT, LadderCase, build, deviation, exact, ladder, pack_rows
+from mla_convert.decode.rows import RowFormat
 from mla_convert.decode.tiles import TileConfig
 from mla_convert.decode.triton_backend import TritonBackend
 from tests import tolerances
@@ -136,3 +137,31 @@ def test_strided_queries_and_wide_tables_are_read_as_they_are() -> None:
     found = run(replace(call, q=q, block_table=table, seq_lens=call.seq_lens.long()))
 
     assert torch.equal(found.out, run(call).out)
+
+
+def test_the_interpreter_rounds_weights_as_the_tensor_cores_get_them() -> None:
+    """Two keys, of which head h weighs the first with exp(−x_h) : 1; the weight alone is rounded, not the sum."""
+    rows = torch.zeros(1, 2, 16)
+    rows[0, 0, 0] = rows[0, 1, 1] = 1.0
+    x = torch.linspace(0.25, 4.0, 32).bfloat16()
+    q = torch.zeros(1, 1, 32, 16, dtype=torch.bfloat16)
+    q[0, 0, :, 0] = -x
+    one = torch.zeros(1, 1, dtype=torch.int32)
+    form = RowFormat.plain(16, 0, "bfloat16")
+    call = DecodeCall(q, rows.bfloat16(), form, one, torch.tensor([2], dtype=torch.int32), 1.0)
+    weight = torch.exp(-x.double())
+    rounded = (weight.bfloat16().double() / (1 + weight)).bfloat16()
+    exactly = (weight / (1 + weight)).bfloat16()
+
+    assert (rounded != exactly).sum() >= 4
+    assert torch.equal(run(call, splits=1).out[0, 0, :, 0], rounded)
+
+
+def test_fp8_rows_are_rounded_to_their_own_dtype_before_a_float32_query_sees_them() -> None:
+    form = RowFormat("half", 1, 16, 8, "float8_e4m3fn", "float16", 128)
+    case = LadderCase(dtype="float32", d_c=16, d_r=8, lengths=(33,), page_size=64)
+    rows = torch.randn(1, 64, 24, generator=torch.Generator().manual_seed(3))
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    call = replace(build(case), pool=pack_rows(form, rows), format=form, block_table=table)
+
+    assert deviation(run(call), exact(call)).within("float32")
