@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_convert.decode.latent_batch import LatentBatch
+from mla_convert.decode.latent_cache import LatentLayer
 from mla_convert.errors import CheckFailed
 
 DEFAULT_TOKENS = 40
@@ -26,6 +28,7 @@ class CacheMeasurement:
         stored_dtype: The dtype of the checkpoint's attention weights.
         stored_dtype_bytes_per_token: The same numbers in that dtype.
         shapes: Shapes of the tensors that the first layer holds.
+        pool_bytes: Of the pages of a paged cache, whole ones; None for a cache without pages.
     """
 
     tokens: int
@@ -35,6 +38,7 @@ class CacheMeasurement:
     stored_dtype: str
     stored_dtype_bytes_per_token: int
     shapes: tuple[tuple[int, ...], ...]
+    pool_bytes: int | None = None
 
     @property
     def layers(self) -> int:
@@ -64,6 +68,7 @@ class CacheMeasurement:
             "stored_dtype": self.stored_dtype,
             "stored_dtype_bytes_per_token": self.stored_dtype_bytes_per_token,
             "shapes": [list(shape) for shape in self.shapes],
+            "pool_bytes": self.pool_bytes,
         }
 
     @classmethod
@@ -77,6 +82,7 @@ class CacheMeasurement:
             stored_dtype=fields["stored_dtype"],
             stored_dtype_bytes_per_token=fields["stored_dtype_bytes_per_token"],
             shapes=tuple(tuple(shape) for shape in fields["shapes"]),
+            pool_bytes=fields.get("pool_bytes"),
         )
 
 
@@ -114,7 +120,7 @@ def find_cache(output: Mapping[str, Any]) -> Any:
 
 
 def count_cache(cache: Any, stored_dtype: torch.dtype) -> CacheMeasurement:
-    """Count every tensor that a cache of one sequence holds, under whatever attribute.
+    """Count every tensor that a cache of one sequence holds, under whatever attribute; of a paged one, its rows.
 
     Memory is that of the tensors' storages, so a view of something larger counts in full.
 
@@ -122,6 +128,8 @@ def count_cache(cache: Any, stored_dtype: torch.dtype) -> CacheMeasurement:
         CheckFailed: If nothing is held, or something that is no whole number per token.
     """
     tokens = int(cache.get_seq_length())
+    if tokens and isinstance(cache.layers[0], LatentLayer):
+        return _count_pages(cache.layers[0].batch, stored_dtype)
     held = [list(_tensors(vars(layer))) for layer in cache.layers]
     everything = [tensor for layer in held for tensor in layer]
     if not everything or tokens == 0:
@@ -145,6 +153,24 @@ def count_cache(cache: Any, stored_dtype: torch.dtype) -> CacheMeasurement:
         stored_dtype=_name(stored_dtype),
         stored_dtype_bytes_per_token=sum(per_layer) * stored_dtype.itemsize,
         shapes=tuple(tuple(tensor.shape) for tensor in held[0]),
+    )
+
+
+def _count_pages(batch: LatentBatch, stored_dtype: torch.dtype) -> CacheMeasurement:
+    """Rows of a paged cache of one sequence, with the pages that hold them."""
+    cache, form = batch.cache, batch.plan.form
+    (sequence,) = batch.sequences
+    tokens, held = cache.length(sequence), cache.residency()
+    numbers = form.latent_width + form.rope_width
+    return CacheMeasurement(
+        tokens=tokens,
+        numbers_per_token_per_layer=(numbers,) * cache.layers,
+        bytes_per_token=(held.payload + held.scales) // tokens,
+        dtype=form.latent_dtype,
+        stored_dtype=_name(stored_dtype),
+        stored_dtype_bytes_per_token=numbers * cache.layers * stored_dtype.itemsize,
+        shapes=(tuple(cache.pool(0, form).shape),),
+        pool_bytes=held.pools,
     )
 
 

@@ -13,6 +13,7 @@ from mla_convert.convert.calibration_text import Corpus, read_corpus
 from mla_convert.convert.checkpoint import SourceCheckpoint, open_source
 from mla_convert.convert.receipts import SourceDigests, digest_of_source
 from mla_convert.convert.tokenizer import load_tokenizer
+from mla_convert.decode.dispatch import AUTO
 from mla_convert.errors import InputRefused, UsageFault
 from mla_convert.eval import defaults
 from mla_convert.eval.bootstrap import DEFAULT_RESAMPLES, bootstrap, figures
@@ -20,6 +21,7 @@ from mla_convert.eval.cache_bytes import measure_cache
 from mla_convert.eval.evaluation import Evaluation, Subjects, TextFacts
 from mla_convert.eval.loading import load_model
 from mla_convert.eval.quality import score_windows
+from mla_convert.eval.serving import served
 from mla_convert.eval.source_states import source_states
 from mla_convert.eval.text import (
     EvalWindows,
@@ -48,6 +50,7 @@ class EvalOptions:
         resamples: Of the bootstrap.
         allow_overlap: Accept text that calibration has read.
         text_field: Field of JSONL and dataset rows.
+        backend: What the target runs on, see `served`.
     """
 
     max_tokens: int = defaults.MAX_TOKENS
@@ -57,6 +60,7 @@ class EvalOptions:
     resamples: int = DEFAULT_RESAMPLES
     allow_overlap: bool = False
     text_field: str = "text"
+    backend: str = AUTO
 
     @property
     def window_plan(self) -> WindowPlan:
@@ -153,7 +157,10 @@ def evaluate_target(prepared: Prepared, target: Path, command: Sequence[str] | N
     refuse_overlap(shared, prepared.options.allow_overlap)
     states = source_states(prepared.source, prepared.digests, prepared.windows)
     model = load_model(target)
-    scores = score_windows(states, model, prepared.windows)
+    with served(model, prepared.options.backend, from_pages=True) as running:
+        scores = score_windows(states, running, prepared.windows)
+        target_cache = measure_cache(model, getattr(torch, manifest.method.output_dtype))
+        receipt = running.receipt
     return Evaluation(
         subjects=Subjects(
             source=prepared.source.location.given,
@@ -166,7 +173,8 @@ def evaluate_target(prepared: Prepared, target: Path, command: Sequence[str] | N
         intervals=bootstrap(scores, prepared.options.seed, prepared.options.resamples),
         scores=scores,
         source_cache=states.cache,
-        target_cache=measure_cache(model, getattr(torch, manifest.method.output_dtype)),
+        target_cache=target_cache,
+        receipt=receipt,
         text=_text_facts(prepared, shared),
         seq_len=prepared.plan.seq_len,
         stride=prepared.plan.stride,

@@ -69,7 +69,7 @@ class Subjects:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A target compared with its source, both run in float32 by stock transformers.
+    """A target compared with its source, both in float32; the source runs by stock transformers.
 
     Attributes:
         subjects: What was compared.
@@ -78,6 +78,7 @@ class Evaluation:
         scores: Sums by window.
         source_cache: What the source's cache holds.
         target_cache: What the target's cache holds.
+        receipt: What the target ran on, see `Served.receipt`.
         text: On what text.
         seq_len: Tokens per window.
         stride: Tokens between the starts of windows.
@@ -92,6 +93,7 @@ class Evaluation:
     scores: WindowScores
     source_cache: CacheMeasurement
     target_cache: CacheMeasurement
+    receipt: dict[str, object]
     text: TextFacts
     seq_len: int
     stride: int
@@ -149,6 +151,7 @@ class Evaluation:
                 "dtype": self.target_cache.dtype,
             },
             "cache": {"source": self.source_cache.to_json(), "target": self.target_cache.to_json()},
+            "receipt": self.receipt,
             "text": asdict(self.text),
             "seq_len": self.seq_len,
             "stride": self.stride,

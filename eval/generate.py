@@ -1,4 +1,4 @@
-"""Text from a checkpoint folder with stock `generate()`."""
+"""Text from a checkpoint folder with transformers' `generate()`, a converted one from its latent cache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from torch import Tensor
 from mla_convert.convert.checkpoint import open_source
 from mla_convert.convert.source_location import locate_source
 from mla_convert.convert.tokenizer import load_tokenizer
+from mla_convert.decode.dispatch import AUTO
 from mla_convert.errors import InputRefused, UsageFault
 from mla_convert.eval import defaults
 from mla_convert.eval.cache_bytes import CacheMeasurement, count_cache, find_cache
 from mla_convert.eval.loading import load_model
+from mla_convert.eval.serving import served
 from mla_convert.manifests.models import MANIFEST_NAME, load
 
 # Logits are divided by it in float32, which must not overflow.
@@ -34,6 +36,7 @@ class GenerateOptions:
         temperature: 0 takes the likeliest token each time; above, tokens are drawn from the whole vocabulary.
         chat: Put the prompt through the tokenizer's chat template.
         seed: Of the draws.
+        backend: What a converted model runs on, see `served`.
 
     Raises:
         UsageFault: For values out of range.
@@ -44,6 +47,7 @@ class GenerateOptions:
     temperature: float = 0.0
     chat: bool = False
     seed: int = 0
+    backend: str = AUTO
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -71,6 +75,7 @@ class Generation:
         ending: Why it stopped.
         seconds: Time of `generate()`, without loading.
         cache: What the cache held at the end.
+        receipt: What ran, see `Served.receipt`.
     """
 
     checkpoint: str
@@ -82,6 +87,7 @@ class Generation:
     ending: Ending
     seconds: float
     cache: CacheMeasurement
+    receipt: dict[str, object]
 
     def to_json(self) -> dict[str, object]:
         """The whole result."""
@@ -102,6 +108,7 @@ class Generation:
             "seed": self.options.seed,
             "dtype": self.cache.dtype,
             "cache": self.cache.to_json(),
+            "receipt": self.receipt,
         }
 
 
@@ -132,8 +139,10 @@ def generate(checkpoint: str, options: GenerateOptions) -> Generation:
     model = load_model(location.folder)
     _refuse_length(model, prompt_ids, options, checkpoint)
     started = time.perf_counter()
-    output = _run(model, torch.tensor([prompt_ids]), options)
-    seconds = time.perf_counter() - started
+    with served(model, options.backend) as running:
+        output = _run(model, torch.tensor([prompt_ids]), options)
+        seconds = time.perf_counter() - started
+        cache = count_cache(find_cache(output), stored)
     new_ids = tuple(output.sequences[0, len(prompt_ids) :].tolist())
     return Generation(
         checkpoint=checkpoint,
@@ -144,7 +153,8 @@ def generate(checkpoint: str, options: GenerateOptions) -> Generation:
         new_ids=new_ids,
         ending="end-of-text" if new_ids and new_ids[-1] in _end_ids(model) else "length",
         seconds=seconds,
-        cache=count_cache(find_cache(output), stored),
+        cache=cache,
+        receipt=running.receipt,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from mla_convert.errors import CheckFailed
 from mla_convert.eval.bootstrap import WindowScores
-from mla_convert.eval.loading import hidden_states, plain_head
+from mla_convert.eval.loading import plain_head
+from mla_convert.eval.serving import Served
 from mla_convert.eval.source_states import SourceStates
 from mla_convert.eval.text import EvalWindows
 from mla_convert.progress import track
@@ -20,24 +20,24 @@ from mla_convert.progress import track
 BLOCK_ELEMENTS = 4_000_000
 
 
-def score_windows(source: SourceStates, model: Any, windows: EvalWindows) -> WindowScores:
+def score_windows(source: SourceStates, target: Served, windows: EvalWindows) -> WindowScores:
     """Score a target beside its source.
 
     Args:
         source: The source's states on the same windows.
-        model: The loaded target.
+        target: The target, as it is run.
         windows: Tokens and which of them are scored.
 
     Raises:
         CheckFailed: If logits are not finite, naming the model and the window.
         InputRefused: If the target's head is more than a matrix product.
     """
-    head = plain_head(model, windows.ids[0])
+    head = plain_head(target.model, windows.ids[0])
     rows = []
     for index in track(range(len(windows.ids)), "scoring the target", unit="window"):
         ids, first = windows.ids[index], windows.first_scored[index]
         context = slice(first - 1, len(ids) - 1)  # the state at t - 1 predicts token t
-        ours, theirs = source.window(index)[context], hidden_states(model, ids)[context]
+        ours, theirs = source.window(index)[context], target.hidden_states(ids)[context]
         sums = _score_window(ours, source.head, theirs, head, ids[first:])
         _refuse_not_finite(sums, index)
         rows.append((len(ids) - first, *sums.tolist()))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mla_convert.convert.options import ConvertOptions
     from mla_convert.convert.planning import make_plan
     from mla_convert.convert.run import convert as convert_checkpoint
+    from mla_convert.decode.absorbed_module import use_absorbed
+    from mla_convert.decode.api import mla_decode
     from mla_convert.eval.evaluate import EvalOptions, evaluate
     from mla_convert.manifests.verify import verify_folder
 
@@ -37,7 +39,9 @@ __all__ = [
     "evaluate",
     "inspect_source",
     "make_plan",
+    "mla_decode",
     "open_source",
+    "use_absorbed",
     "verify_folder",
 ]
 
@@ -51,7 +55,9 @@ _HOMES = {
     "evaluate": ("eval.evaluate", "evaluate"),
     "inspect_source": ("convert.inspection", "inspect_source"),
     "make_plan": ("convert.planning", "make_plan"),
+    "mla_decode": ("decode.api", "mla_decode"),
     "open_source": ("convert.checkpoint", "open_source"),
+    "use_absorbed": ("decode.absorbed_module", "use_absorbed"),
     "verify_folder": ("manifests.verify", "verify_folder"),
 }
 

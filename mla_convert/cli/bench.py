@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mla_convert.cli import bench_scaling
+from mla_convert.cli import bench_decode, bench_scaling
 from mla_convert.cli.common import Debug, JsonFlag, Seed, epilog, run_command
 from mla_convert.eval import defaults
 
@@ -35,6 +35,7 @@ def _benches() -> None:
 
 
 command.command("scaling", epilog=epilog(bench_scaling.EXAMPLES))(bench_scaling.command)
+command.command("decode", epilog=epilog(bench_decode.EXAMPLES))(bench_decode.command)
 
 
 @command.command("fidelity", epilog=epilog(EXAMPLES))

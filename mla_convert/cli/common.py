@@ -58,6 +58,13 @@ JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of every random choice.")]
+Backend = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="auto, stock (transformers as it is), torch, reference, triton, triton-interpret, flashmla or flashinfer.",
+    ),
+]
 Debug = Annotated[
     bool,
     typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show the full traceback of an unexpected error."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mla_convert.cli.common import Debug, JsonFlag, Seed, run_command
+from mla_convert.cli.common import Backend, Debug, JsonFlag, Seed, run_command
 from mla_convert.eval import defaults
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 HELP = (
     "Compare a converted folder with its source on held-out text: perplexity with bootstrap intervals, "
     "KL divergence, top-1 agreement, and cache bytes per token counted in the live cache. "
-    "Both are loaded from their files by stock transformers and run in float32."
+    "Both are loaded from their files and run in float32, the source by stock transformers, the converted folder from "
+    "the pages of its latent cache."
 )
 EXAMPLES = """
 mla-convert eval OUT --source SOURCE --text heldout.jsonl
@@ -55,6 +56,7 @@ def command(
     allow_overlap: Annotated[
         bool, typer.Option("--allow-overlap", help="Accept text that the conversion was calibrated on.")
     ] = False,
+    backend: Backend = "auto",
     seed: Seed = 0,
     json_output: JsonFlag = False,
     debug: Debug = False,
@@ -68,6 +70,7 @@ def command(
             max_tokens=max_tokens,
             seq_len=seq_len,
             stride=stride,
+            backend=backend,
             seed=seed,
             allow_overlap=allow_overlap,
             text_field=text_field,

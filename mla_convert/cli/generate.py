@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mla_convert.cli.common import Debug, JsonFlag, Seed, run_command
+from mla_convert.cli.common import Backend, Debug, JsonFlag, Seed, run_command
 from mla_convert.eval import defaults
 
 if TYPE_CHECKING:
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
     from mla_convert.eval.generate import Generation
 
-HELP = "Continue a prompt with a converted folder, or with an unconverted source, by stock transformers."
+HELP = "Continue a prompt with a converted folder from its latent cache, or with a source by stock transformers."
 EXAMPLES = """
 mla-convert generate OUT --prompt "Water boils at"
 mla-convert generate OUT --chat --prompt "Why is the sky blue?" --max-new-tokens 128
+mla-convert generate OUT --prompt "Water boils at" --backend stock
 mla-convert generate OUT --prompt "Once upon a time" --temperature 0.8 --seed 7 --json
 """
 
@@ -34,6 +35,7 @@ def command(
         float, typer.Option(min=0.0, help="0 takes the likeliest token; above, tokens are drawn.")
     ] = 0.0,
     chat: Annotated[bool, typer.Option("--chat", help="Use the tokenizer's chat template.")] = False,
+    backend: Backend = "auto",
     seed: Seed = 0,
     json_output: JsonFlag = False,
     debug: Debug = False,
@@ -43,7 +45,7 @@ def command(
     def body() -> GenerateResult:
         from mla_convert.eval.generate import GenerateOptions, generate
 
-        return GenerateResult(generate(out, GenerateOptions(prompt, max_new_tokens, temperature, chat, seed)))
+        return GenerateResult(generate(out, GenerateOptions(prompt, max_new_tokens, temperature, chat, seed, backend)))
 
     run_command(json_output, body, debug=debug)
 
@@ -68,6 +70,6 @@ class GenerateResult:
         speed = f" ({len(done.new_ids) / done.seconds:.1f} per second)" if done.seconds > 0 else ""
         facts = (
             f"{len(done.new_ids)} tokens in {done.seconds:.2f} s{speed}, ended by {done.ending}; "
-            f"cache {cache.bytes_per_token:,} bytes per token ({cache.dtype})"
+            f"cache {cache.bytes_per_token:,} bytes per token ({cache.dtype}); ran on {done.receipt['ran']}"
         )
         console.print(Text(facts, style="dim"), soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from mla_convert.assets.wikipedia import WikipediaSplits
 from mla_convert.convert.options import ConvertOptions
 from mla_convert.convert.run import convert
-from mla_convert.errors import InputRefused, MLAConvertError, UsageFault
+from mla_convert.errors import CheckFailed, InputRefused, MLAConvertError, UsageFault
 from mla_convert.eval import evaluate as module
 from mla_convert.eval.evaluate import EvalOptions, evaluate, evaluate_target, prepare
 from mla_convert.manifests.digest import sha256_file
@@ -189,7 +190,9 @@ def test_a_target_that_computes_nan_ends_without_figures(lossy: EvalPair, monkey
         return model
 
     monkeypatch.setattr(module, "load_model", broken)
-    with pytest.raises(MLAConvertError, match="target gives scores that are not finite"):
+    with pytest.raises(CheckFailed, match="target gives scores that are not finite"):
+        evaluate(lossy.target, lossy.source_folder, [str(lossy.text)], replace(SMALL, backend="stock"))
+    with pytest.raises(CheckFailed, match="expected finite numbers"):
         evaluate(lossy.target, lossy.source_folder, [str(lossy.text)], SMALL)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mla_convert.decode.receipt import ReceiptBook
 from mla_convert.errors import CheckFailed
 from mla_convert.eval import quality
 from mla_convert.eval.quality import score_logits, score_windows
+from mla_convert.eval.serving import STOCK, Served
 from mla_convert.eval.source_states import SourceStates, source_states
 from tests.eval.helpers import EvalPair
 from tests.tolerances import FLOAT64_ALGEBRA, LOSSLESS_KL, WINDOW_SCORES
+
+
+def stock(model: Any) -> Served:
+    """As transformers runs it."""
+    return Served(model, STOCK, None, ReceiptBook())
 
 
 def oracle(source: Tensor, target: Tensor, wanted: Tensor) -> list[float]:
@@ -51,7 +59,7 @@ def test_a_shift_of_all_logits_is_no_difference() -> None:
 
 def test_a_lossless_conversion_has_a_divergence_below_a_hundred_millionth(lossless: EvalPair) -> None:
     states = source_states(lossless.source, lossless.digests, lossless.windows)
-    scores = score_windows(states, lossless.model(), lossless.windows)
+    scores = score_windows(states, stock(lossless.model()), lossless.windows)
 
     assert 0 <= float(scores.kl.sum() / scores.tokens.sum()) < LOSSLESS_KL
     assert (scores.agreement == scores.tokens).all()
@@ -62,7 +70,7 @@ def test_a_lossless_conversion_has_a_divergence_below_a_hundred_millionth(lossle
 def test_windows_score_what_the_whole_models_say(lossy: EvalPair, stride: int) -> None:
     pair = lossy.with_stride(stride)
     states = source_states(pair.source, pair.digests, pair.windows)
-    scores = score_windows(states, pair.model(), pair.windows)
+    scores = score_windows(states, stock(pair.model()), pair.windows)
     source_model, target_model = pair.source_model(), pair.model()
 
     for index, (ids, first) in enumerate(zip(pair.windows.ids, pair.windows.first_scored, strict=True)):
@@ -82,9 +90,9 @@ def test_windows_score_what_the_whole_models_say(lossy: EvalPair, stride: int) -
 
 def test_blocks_of_rows_change_nothing(lossy: EvalPair, monkeypatch: pytest.MonkeyPatch) -> None:
     states = source_states(lossy.source, lossy.digests, lossy.windows)
-    whole = score_windows(states, lossy.model(), lossy.windows)
+    whole = score_windows(states, stock(lossy.model()), lossy.windows)
     monkeypatch.setattr(quality, "BLOCK_ELEMENTS", 97 * 5)
-    blocks = score_windows(states, lossy.model(), lossy.windows)
+    blocks = score_windows(states, stock(lossy.model()), lossy.windows)
 
     assert blocks.kl == pytest.approx(whole.kl, rel=WINDOW_SCORES)
     assert blocks.agreement.tolist() == whole.agreement.tolist()
@@ -101,4 +109,4 @@ def test_values_that_are_not_finite_are_refused_with_the_model_and_the_window(lo
         states = SourceStates(states.folder, states.digest, states.reused, states.head * float("inf"), states.cache)
 
     with pytest.raises(CheckFailed, match=f"window 0: the {side} gives scores that are not finite"):
-        score_windows(states, model, lossy.windows)
+        score_windows(states, stock(model), lossy.windows)

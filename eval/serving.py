@@ -1,0 +1,102 @@
+"""How a converted model is run: from its latent cache by a decode backend, or by stock transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_convert.decode.absorbed_module import AbsorbedHandle, AbsorbedOptions, use_absorbed
+from mla_convert.decode.backends import dispatcher
+from mla_convert.decode.dispatch import AUTO
+from mla_convert.decode.receipt import ReceiptBook, Rejection
+from mla_convert.errors import InputRefused
+from mla_convert.eval.loading import hidden_states
+
+STOCK = "stock"
+MLA_TYPE = "deepseek_v3"
+# No chunk is as long: every one is read from the pages.
+NEVER_EXPAND = 1 << 62
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is being run in one way.
+
+    Attributes:
+        model: As loaded.
+        requested: What was asked for.
+        handle: Of the absorbed modules; None where stock transformers runs.
+        book: What the backends ran.
+        reason: Why `auto` runs stock transformers, or None.
+    """
+
+    model: Any
+    requested: str
+    handle: AbsorbedHandle | None
+    book: ReceiptBook
+    reason: str | None = None
+
+    @torch.inference_mode()
+    def hidden_states(self, token_ids: Tensor) -> Tensor:
+        """(T,) token ids -> (T, D) float32: what the output head reads, the last norm included."""
+        if self.handle is None:
+            return hidden_states(self.model, token_ids)
+        cache = self.handle.new_cache(len(token_ids))
+        states: Tensor = self.model.base_model(input_ids=token_ids[None], cache=cache).last_hidden_state
+        return states[0].float()
+
+    @property
+    def receipt(self) -> dict[str, object]:
+        """What ran until now: the backend of most calls in front, and all kinds of calls under `receipts`."""
+        if self.handle is None:
+            passed = [] if self.reason is None else [Rejection("absorbed", self.reason, absent=False)]
+            rejected = [asdict(entry) for entry in passed]
+            return {"requested": self.requested, "ran": STOCK, "rejected": rejected, **self.book.to_json()}
+        most = max(self.book.receipts, key=lambda receipt: receipt.calls, default=None)
+        return {
+            "requested": self.requested,
+            "ran": None if most is None else most.ran,
+            "rejected": [] if most is None else [asdict(entry) for entry in most.rejected],
+            **self.book.to_json(),
+        }
+
+
+@contextmanager
+def served(model: Any, backend: str, *, from_pages: bool = False) -> Iterator[Served]:
+    """Run a model by a decode backend while the context lasts.
+
+    Args:
+        model: As `load_model` returns it.
+        backend: `auto`, `stock`, or the name of a decode backend. `auto` runs what is no MLA model by
+            stock transformers.
+        from_pages: Read long chunks from the pages as well, where a prefill would expand their keys and values.
+
+    Raises:
+        UsageFault: For a backend that there is not.
+        InputRefused: For a backend by name and a model without a latent cache.
+    """
+    book = ReceiptBook()
+    if backend == STOCK:
+        yield Served(model, backend, None, book)
+        return
+    decoder = dispatcher(backend, book)
+    kind = str(model.config.model_type)
+    if kind != MLA_TYPE:
+        if backend != AUTO:
+            raise InputRefused(
+                "a model without a latent cache",
+                expected=f"a converted checkpoint, model type {MLA_TYPE}",
+                found=kind,
+                where=f"--backend {backend}",
+                remedy=f"Take --backend {AUTO} or {STOCK}.",
+            )
+        yield Served(model, backend, None, book, f"model type {kind} has no latent cache")
+        return
+    options = AbsorbedOptions(expand_from=NEVER_EXPAND) if from_pages else AbsorbedOptions()
+    with use_absorbed(model, decoder.run, options) as handle:
+        yield Served(model, backend, handle, book)

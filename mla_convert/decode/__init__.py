@@ -1,0 +1,1 @@
+"""Absorbed decoding from paged latent rows: the cache, the backends, and which of them ran."""
