@@ -211,7 +211,7 @@ def decode(form: RowFormat, rows: Tensor, dtype: torch.dtype = torch.float32) ->
         )
     if form.scale_group is None:
         return rows.to(dtype)
-    codes = rows[..., : form.latent_width].view(torch.float8_e4m3fn).to(torch.float32)  # (..., d_c)
+    codes = _from_e4m3(rows[..., : form.latent_width])  # (..., d_c)
     scales = rows[..., form.scale_offset : form.rope_offset].contiguous().view(torch.float32)  # (..., scales)
     for group in range(form.scales):
         first = group * form.scale_group
@@ -223,6 +223,14 @@ def decode(form: RowFormat, rows: Tensor, dtype: torch.dtype = torch.float32) ->
     rope_end = form.rope_offset + form.rope_width * kept.itemsize
     rope = rows[..., form.rope_offset : rope_end].contiguous().view(kept)  # (..., d_R)
     return torch.cat([latent, rope.to(dtype)], dim=-1)
+
+
+def _from_e4m3(codes: Tensor) -> Tensor:
+    """Bytes (..., n) -> float32. On the CPU by table: torch's own cast takes six times as long there."""
+    if codes.device.type != "cpu":
+        return codes.view(torch.float8_e4m3fn).to(torch.float32)
+    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def _quantise(form: RowFormat, latent: Tensor) -> tuple[Tensor, Tensor]:

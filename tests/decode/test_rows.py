@@ -198,3 +198,15 @@ def test_bf16_beside_itself_has_no_error() -> None:
 def test_the_ratio_of_the_flashmla_row() -> None:
     """Seed 1, 0x0B: 656 / 1152."""
     assert FLASH.row_bytes / RowFormat.plain(512, 64, "bfloat16").row_bytes == 656 / 1152
+
+
+def test_every_code_is_read_as_torch_casts_it() -> None:
+    """NaN among them: what was never written must not become a number."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    rows = torch.zeros(1, FLASH.row_bytes, dtype=torch.uint8)
+    rows[0, :256], rows[0, 256:512] = codes, codes.flip(0)
+    rows[0, 512:528] = torch.ones(4).view(torch.uint8)
+
+    expected = torch.cat([codes, codes.flip(0)]).view(torch.float8_e4m3fn).float()
+
+    assert torch.equal(decode(FLASH, rows)[0, :512].nan_to_num(1e9), expected.nan_to_num(1e9))
