@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, SparseSelection, check_call
 from mla_convert.decode.reference import ReferenceBackend
@@ -243,3 +245,33 @@ def test_a_mutant_that_reads_a_page_too_many_is_seen() -> None:
     found: DecodeOutput = ReferenceBackend().run(replace(call, seq_lens=call.seq_lens + 1))
 
     assert bool(found.out.isnan().all())
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation made; views of what was there do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {part.untyped_storage().data_ptr() for part in args if isinstance(part, torch.Tensor)}
+        for part in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(part, torch.Tensor) and part.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, part.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_what_is_held_at_a_time_is_one_chunk_whatever_the_history(kind: str) -> None:
+    chunk = 1 << 16
+    call = make_call(Shape(form_of(kind, 128, 64), (20_000, 9_000), heads=4, page_size=64))
+    history = 20_000 * 192 * 4
+
+    with Largest() as seen:
+        TorchBackend(chunk).run(call)
+
+    # A page more than a chunk, and the row in float32 beside the scores of its heads.
+    assert seen.bytes <= 2 * chunk + 64 * 192 * 4
+    assert seen.bytes < history / 50
