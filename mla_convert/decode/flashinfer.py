@@ -18,9 +18,17 @@ import torch
 from torch import Tensor
 
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures
-from mla_convert.decode.flashmla import Padding, blank_unseen, pad_parts, seen_rows
+from mla_convert.decode.foreign import (
+    LATENT,
+    ROPE,
+    Padding,
+    absent_from,
+    blank_unseen,
+    pad_parts,
+    padding_of,
+    seen_rows,
+)
 
-LATENT, ROPE = 512, 64
 WORKSPACE_BYTES = 128 * 1024 * 1024
 """What FlashInfer recommends for its partial results."""
 
@@ -62,11 +70,7 @@ class FlashInferBackend:
 
     def absent(self, device: torch.device) -> str | None:
         """The package, or a CUDA device."""
-        if self.module is None and importlib.util.find_spec("flashinfer") is None:
-            return "flashinfer is not installed"
-        if self.capability is None and device.type != "cuda":
-            return f"the tensors are on {device}"
-        return None
+        return None if self.module is not None else absent_from("flashinfer", device)
 
     def unfit(self, call: DecodeCall) -> str | None:
         """Why FlashInfer cannot run `call`, here or at all; None if it can."""
@@ -89,10 +93,7 @@ class FlashInferBackend:
 
     def padding(self, call: DecodeCall) -> Padding:
         """Zeros that a run of `call` adds."""
-        latent, rope = LATENT - call.format.latent_width, ROPE - call.format.rope_width
-        rows = call.pool.shape[0] * call.pool.shape[1]
-        size = rows * (LATENT + ROPE) * call.pool.element_size() if latent or rope else 0
-        return Padding(latent, rope, 0, size)
+        return padding_of(call)
 
     def launch(self, call: DecodeCall) -> LaunchFigures:
         """What is padded; the kernel is not ours to describe."""

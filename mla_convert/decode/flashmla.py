@@ -16,8 +16,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures, SparseSelection
+from mla_convert.decode.foreign import (
+    LATENT,
+    ROPE,
+    Padding,
+    absent_from,
+    blank_unseen,
+    pad_parts,
+    padding_of,
+    seen_rows,
+)
 
-LATENT, ROPE, PAGE = 512, 64, 64
+PAGE = 64
 SPARSE_ROW_BYTES, SPARSE_GROUP, SPARSE_HEADS, SPARSE_STEP = 656, 128, (64, 128), 64
 DENSE_ARCH, SPARSE_ARCHS = (9, 0), ((9, 0), (10, 0))
 
@@ -32,23 +42,6 @@ class FlashMLA(Protocol):
     def flash_mla_with_kvcache(self, **arguments: Any) -> tuple[Tensor, Tensor]:
         """Output (B, s_q, H, 512) and natural-log LSE (B, H, s_q)."""
         ...
-
-
-@dataclass(frozen=True)
-class Padding:
-    """What a foreign kernel computes beyond what was asked, for a receipt.
-
-    Attributes:
-        latent: Zeros put behind each latent.
-        rope: Zeros put behind each rotary part.
-        heads: Heads that are computed and dropped.
-        pool_bytes: Bytes of the padded copy of the pool; 0 where the pool is read in place.
-    """
-
-    latent: int = 0
-    rope: int = 0
-    heads: int = 0
-    pool_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,11 +71,7 @@ class FlashMLABackend:
 
     def absent(self, device: torch.device) -> str | None:
         """The package, or a CUDA device."""
-        if self.module is None and importlib.util.find_spec("flash_mla") is None:
-            return "flashmla is not installed"
-        if self.capability is None and device.type != "cuda":
-            return f"the tensors are on {device}"
-        return None
+        return None if self.module is not None else absent_from("flash_mla", device)
 
     def unfit(self, call: DecodeCall) -> str | None:
         """Why FlashMLA cannot run `call`, here or at all; None if it can."""
@@ -94,13 +83,10 @@ class FlashMLABackend:
 
     def padding(self, call: DecodeCall) -> Padding:
         """Zeros and heads that a run of `call` adds."""
-        form, heads = call.format, call.q.shape[2]
+        heads = call.q.shape[2]
         if call.sparse is not None:
             return Padding(heads=min(known for known in SPARSE_HEADS if known >= heads) - heads)
-        latent, rope = LATENT - form.latent_width, ROPE - form.rope_width
-        rows = call.pool.shape[0] * call.pool.shape[1]
-        size = rows * (LATENT + ROPE) * call.pool.element_size() if latent or rope else 0
-        return Padding(latent, rope, 0, size)
+        return padding_of(call)
 
     def launch(self, call: DecodeCall) -> LaunchFigures:
         """What is padded; the kernel is not ours to describe."""
@@ -197,30 +183,6 @@ def _unfit_sparse(call: DecodeCall, sparse: SparseSelection, capability: tuple[i
         return "rows of a page that do not follow each other"
     rows = max(pool.shape[0] * pool.shape[1] for pool in pools)
     return f"a pool of {rows} rows has indices beyond int32" if rows > 2**31 - 1 else None
-
-
-def pad_parts(rows: Tensor, latent_width: int, padding: Padding) -> Tensor:
-    """Zeros behind the latent and behind the rotary part of (…, d_c + d_R); the tensor itself where none are due."""
-    if not padding.latent and not padding.rope:
-        return rows
-    latent, rope = rows[..., :latent_width], rows[..., latent_width:]
-    return torch.cat([functional.pad(latent, (0, padding.latent)), functional.pad(rope, (0, padding.rope))], dim=-1)
-
-
-def seen_rows(call: DecodeCall) -> Tensor:
-    """(B, s_q) rows that each query sees, on the call's device."""
-    if call.sparse is not None:
-        sparse = call.sparse
-        return sparse.lengths if sparse.extra_lengths is None else sparse.lengths + sparse.extra_lengths
-    tokens = call.q.shape[1]
-    behind = torch.arange(tokens - 1, -1, -1, device=call.q.device) * int(call.causal)
-    return (call.seq_lens[:, None] - behind[None, :]).clamp_min(0)
-
-
-def blank_unseen(out: Tensor, lse: Tensor, seen: Tensor) -> DecodeOutput:
-    """0 and −inf where a query sees nothing; kernels differ there (FlashMLA's LSE is +inf, FlashInfer's −5·10⁴)."""
-    empty = (seen == 0)[:, :, None]  # (B, s_q, 1)
-    return DecodeOutput(out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, float("-inf")))
 
 
 def _valid_indices(indices: Tensor, lengths: Tensor) -> Tensor:
