@@ -21,7 +21,7 @@ from mla_convert.eval.cache_bytes import measure_cache
 from mla_convert.eval.evaluation import Evaluation, Subjects, TextFacts
 from mla_convert.eval.loading import load_model
 from mla_convert.eval.quality import score_windows
-from mla_convert.eval.serving import served
+from mla_convert.eval.serving import check_backend, served
 from mla_convert.eval.source_states import source_states
 from mla_convert.eval.text import (
     EvalWindows,
@@ -151,6 +151,7 @@ def evaluate_target(prepared: Prepared, target: Path, command: Sequence[str] | N
             or has seen the text in calibration.
         CheckFailed: If a model computes NaN or infinity.
     """
+    check_backend(prepared.options.backend)
     environment = capture(list(command if command is not None else sys.argv))
     manifest = check_target(target, prepared)
     shared = overlap_with_calibration(manifest, prepared.corpora)

@@ -18,7 +18,7 @@ from mla_convert.errors import InputRefused, UsageFault
 from mla_convert.eval import defaults
 from mla_convert.eval.cache_bytes import CacheMeasurement, count_cache, find_cache
 from mla_convert.eval.loading import load_model
-from mla_convert.eval.serving import served
+from mla_convert.eval.serving import check_backend, served
 from mla_convert.manifests.models import MANIFEST_NAME, load
 
 # Logits are divided by it in float32, which must not overflow.
@@ -132,6 +132,7 @@ def generate(checkpoint: str, options: GenerateOptions) -> Generation:
             longer than the model's positions.
     """
     _refuse_broken_text(options.prompt)
+    check_backend(options.backend)
     location = locate_source(checkpoint)
     identity, stored = _identity(location.folder, checkpoint)
     tokenizer = load_tokenizer(location.folder)

@@ -18,6 +18,8 @@ from mla_convert.errors import InputRefused
 from mla_convert.eval.loading import hidden_states
 
 STOCK = "stock"
+# What a receipt says of a run that ended with its prefill.
+EXPANDED = "expanded prefill"
 MLA_TYPE = "deepseek_v3"
 # No chunk is as long: every one is read from the pages.
 NEVER_EXPAND = 1 << 62
@@ -52,18 +54,33 @@ class Served:
 
     @property
     def receipt(self) -> dict[str, object]:
-        """What ran until now: the backend of most calls in front, and all kinds of calls under `receipts`."""
+        """What ran until now: the backend of most calls in front, and all kinds of calls under `receipts`.
+
+        `expanded_calls` counts those of a layer that a prefill computed without a decode backend.
+        """
         if self.handle is None:
             passed = [] if self.reason is None else [Rejection("absorbed", self.reason, absent=False)]
             rejected = [asdict(entry) for entry in passed]
             return {"requested": self.requested, "ran": STOCK, "rejected": rejected, **self.book.to_json()}
+        expanded = self.handle.expanded_calls
         most = max(self.book.receipts, key=lambda receipt: receipt.calls, default=None)
         return {
             "requested": self.requested,
-            "ran": None if most is None else most.ran,
+            "ran": EXPANDED if most is None else most.ran,
             "rejected": [] if most is None else [asdict(entry) for entry in most.rejected],
+            "expanded_calls": expanded,
             **self.book.to_json(),
         }
+
+
+def check_backend(name: str) -> None:
+    """Refuse a name before anything is loaded.
+
+    Raises:
+        UsageFault: If no backend has it.
+    """
+    if name != STOCK:
+        dispatcher(name, ReceiptBook())
 
 
 @contextmanager
@@ -78,6 +95,7 @@ def served(model: Any, backend: str, *, from_pages: bool = False) -> Iterator[Se
 
     Raises:
         UsageFault: For a backend that there is not.
+        EnvironmentFault: For a backend by name that is not on this machine.
         InputRefused: For a backend by name and a model without a latent cache.
     """
     book = ReceiptBook()
@@ -85,6 +103,7 @@ def served(model: Any, backend: str, *, from_pages: bool = False) -> Iterator[Se
         yield Served(model, backend, None, book)
         return
     decoder = dispatcher(backend, book)
+    decoder.require_present(model.device)
     kind = str(model.config.model_type)
     if kind != MLA_TYPE:
         if backend != AUTO:

@@ -154,6 +154,7 @@ def run_decode(request: DecodeRequest) -> DecodeReport:
     Raises:
         UsageFault: For an unknown backend.
     """
+    dispatcher(request.backend, ReceiptBook())  # refuses a name before anything is loaded
     makers: dict[str, Callable[[], Subject]] = {
         "smollm2": lambda: smollm2_subject(*SMOLLM2_WIDTHS),
         "layer": lambda: layer_subject(request.seed),

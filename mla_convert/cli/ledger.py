@@ -36,6 +36,9 @@ SIZES: Mapping[str, str] = {
     "value": "v_head_dim",
 }
 DEFAULT_DTYPE = "bfloat16"
+LONGEST_SHOWN = 200
+# Far above any model or service, and still exact as a float.
+MOST = 1 << 50
 
 
 def command(
@@ -44,9 +47,9 @@ def command(
         typer.Argument(metavar="CONFIG|OUT|NAME", help=f"A config.json, a folder with one, or {', '.join(PRESETS)}."),
     ],
     device: Annotated[str | None, typer.Option(metavar="NAME", help=f"One of {', '.join(DEVICES)}.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    queries: Annotated[int, typer.Option(min=1, help="New tokens of each sequence.")] = 1,
-    history: Annotated[int, typer.Option(min=0, help="Cached tokens of each sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences.")] = 1,
+    queries: Annotated[int, typer.Option(min=1, max=MOST, help="New tokens of each sequence.")] = 1,
+    history: Annotated[int, typer.Option(min=0, max=MOST, help="Cached tokens of each sequence.")] = 4096,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -59,36 +62,46 @@ def command(
     """Print the ledger of `shape`."""
 
     def body() -> LedgerResult:
-        sizes, own_dtype = read_shape(shape)
-        work = Workload(batch, queries, history, dtype or own_dtype)
+        sizes, own_dtype = read_shape(shape, dtype)
+        work = Workload(batch, queries, history, own_dtype)
         return LedgerResult(shape, sizes, work, make_ledger(sizes, work, device))
 
     run_command(json_output, body, debug=debug)
 
 
-def read_shape(name: str) -> tuple[MLAShape, str]:
-    """Sizes and dtype of a preset, a configuration file, or a folder with one.
+def read_shape(name: str, dtype: str | None = None) -> tuple[MLAShape, str]:
+    """Sizes and dtype of a preset, a configuration file, or a folder with one; `dtype` stands before its own.
 
     Raises:
         InputRefused: If there is no such thing, or it describes no MLA model.
     """
-    path = Path(name).expanduser()
-    if not path.exists():
-        if name in PRESETS:
-            return PRESETS[name], DEFAULT_DTYPE
+    if name in PRESETS and not Path(name).exists():
+        return PRESETS[name], dtype or DEFAULT_DTYPE
+    try:
+        path = Path(name).expanduser()
+        found = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputRefused(f"a path that cannot be read: {error}", where=name[:LONGEST_SHOWN]) from error
+    if not found:
         raise InputRefused(
-            "neither a preset nor a configuration", expected=f"a path, or {', '.join(PRESETS)}", found=name
+            "neither a preset nor a configuration",
+            expected=f"a path, or {', '.join(PRESETS)}",
+            found=name[:LONGEST_SHOWN],
         )
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputRefused("no configuration", expected="a config.json", where=str(path.parent)) from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputRefused("a configuration that is no JSON", found=str(error), where=str(path)) from error
+    except OSError as error:
+        raise InputRefused(f"a configuration that cannot be read: {error.strerror}", where=str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise InputRefused(
+            "a configuration that is no JSON", found=str(error)[:LONGEST_SHOWN], where=str(path)
+        ) from error
     if not isinstance(config, dict):
         raise InputRefused("a configuration", expected="a JSON object", found=type(config).__name__, where=str(path))
-    return _shape(config, str(path)), _dtype(config)
+    return _shape(config, str(path)), dtype or _dtype(config, str(path))
 
 
 def _shape(config: Mapping[str, object], where: str) -> MLAShape:
@@ -108,14 +121,25 @@ def _shape(config: Mapping[str, object], where: str) -> MLAShape:
 
 def _whole(config: Mapping[str, object], key: str, where: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InputRefused("a size of the model", expected="a whole number", found=repr(value), where=f"{where}: {key}")
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MOST:
+        raise InputRefused(
+            "a size of the model", expected="a whole number", found=repr(value)[:LONGEST_SHOWN], where=f"{where}: {key}"
+        )
     return value
 
 
-def _dtype(config: Mapping[str, object]) -> str:
-    found = config.get("dtype", config.get("torch_dtype"))
-    return found if isinstance(found, str) else DEFAULT_DTYPE
+def _dtype(config: Mapping[str, object], where: str) -> str:
+    found = config.get("dtype") or config.get("torch_dtype") or DEFAULT_DTYPE
+    name = str(found).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise InputRefused(
+            "a dtype that the ledger does not know",
+            expected=", ".join(DTYPE_BYTES),
+            found=name[:LONGEST_SHOWN],
+            where=f"{where}: dtype",
+            remedy="Give --dtype.",
+        )
+    return name
 
 
 @dataclass(frozen=True)

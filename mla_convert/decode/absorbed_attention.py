@@ -7,7 +7,7 @@ with the keys and values of all heads, as stock does, and only their latent rows
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -43,12 +43,14 @@ class Serving:
         plan: Of the caches.
         expand_from: Queries of a chunk from which its keys and values are expanded.
         value_side: Whether `W_O W_UV` is kept as a product.
+        expanded: One number: calls of a layer that were computed with the keys and values of all heads.
     """
 
     decoder: Decoder
     plan: CachePlan
     expand_from: int
     value_side: ValueSide
+    expanded: list[int] = field(default_factory=lambda: [0])
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,13 @@ class AbsorbedAttention(DeepseekV3Attention):
 
     def _expands(self, batch: LatentBatch, chunk: _Projected, length: int) -> bool:
         if torch.is_grad_enabled() and (chunk.latent.requires_grad or chunk.q_nope.requires_grad):
+            if not self.serving.plan.form.is_plain:
+                raise InputRefused(
+                    "gradients do not flow through scaled rows",
+                    found=self.serving.plan.form.name,
+                    where=self.where,
+                    remedy="Train with rows of plain numbers, or without a cache.",
+                )
             if batch.columns:
                 raise InputRefused(
                     "gradients do not flow through cached rows",
@@ -187,6 +196,7 @@ class AbsorbedAttention(DeepseekV3Attention):
 
     def _prefill(self, chunk: _Projected, batch: LatentBatch, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
         """Keys and values of all heads for all columns, as stock computes them: (B, S, D)."""
+        self.serving.expanded[0] += 1
         latent, rope = chunk.latent, chunk.rope
         form = self.serving.plan.form
         if not form.is_plain or form.pool_dtype != latent.dtype:

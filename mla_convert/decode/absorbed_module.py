@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -45,6 +45,16 @@ class AbsorbedOptions:
     expand_from: int = EXPAND_FROM
     value_side: ValueSide = "factors"
 
+    def __post_init__(self) -> None:
+        if self.page_size < 1 or self.expand_from < 1:
+            raise InputRefused(
+                "options of absorbed attention",
+                expected="page_size and expand_from of at least 1",
+                found=f"{self.page_size} and {self.expand_from}",
+            )
+        if self.value_side not in get_args(ValueSide):
+            raise InputRefused("no such value side", expected=" or ".join(get_args(ValueSide)), found=self.value_side)
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -59,8 +69,9 @@ class _Place:
 class AbsorbedHandle:
     """Of one model whose attention is absorbed. As a context manager it restores the model at the end."""
 
-    def __init__(self, places: tuple[_Place, ...], plan: CachePlan) -> None:
-        self.plan = plan
+    def __init__(self, places: tuple[_Place, ...], serving: Serving) -> None:
+        self.plan = serving.plan
+        self._serving = serving
         self._places = places
         for place in places:
             setattr(place.parent, place.name, place.ours)
@@ -69,6 +80,11 @@ class AbsorbedHandle:
     def is_active(self) -> bool:
         """Whether the model is absorbed."""
         return bool(self._places)
+
+    @property
+    def expanded_calls(self) -> int:
+        """Calls of a layer that a prefill computed with the keys and values of all heads, without a decode backend."""
+        return self._serving.expanded[0]
 
     def new_cache(self, tokens: int = 0) -> LatentCache:
         """An empty cache for `generate(cache=…)` or `forward(cache=…)`; without one the model makes its own.
@@ -142,7 +158,7 @@ def use_absorbed(
     for path, stock in found:
         parent, _, name = path.rpartition(".")
         places.append(_Place(model.get_submodule(parent), name, stock, AbsorbedAttention(stock, serving, path)))
-    return AbsorbedHandle(tuple(places), plan)
+    return AbsorbedHandle(tuple(places), serving)
 
 
 def _plan(attention: DeepseekV3Attention, layers: int, options: AbsorbedOptions) -> CachePlan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from mla_convert.decode.abi import Backend, DecodeCall, DecodeOutput, check_call
 from mla_convert.decode.receipt import CallKind, ReceiptBook, Rejection
 from mla_convert.errors import EnvironmentFault, InputRefused, UsageFault
@@ -47,6 +49,23 @@ class Dispatcher:
         known = self.book.has(self.requested, backend.name, rejected, kind)
         self.book.note(self.requested, backend.name, rejected, kind, None if known else backend.launch(call))
         return output
+
+    def require_present(self, device: torch.device) -> None:
+        """Refuse a backend asked for by name that is not on this machine, before the first call.
+
+        Raises:
+            EnvironmentFault: Saying what is missing.
+        """
+        if self.requested != AUTO:
+            for backend in self._candidates:
+                reason = backend.absent(device)
+                if reason is not None:
+                    raise EnvironmentFault(
+                        "the decode backend asked for is not here",
+                        found=reason,
+                        where=f"--backend {self.requested}",
+                        remedy="Take --backend auto.",
+                    )
 
     def _choose(self, call: DecodeCall) -> tuple[Backend, tuple[Rejection, ...]]:
         rejected: list[Rejection] = []

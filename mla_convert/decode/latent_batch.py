@@ -185,7 +185,7 @@ class LatentBatch:
             return
         self._sequences = self.cache.reorder(self._sequences, order)
         if self._kept is not None:
-            self._kept = self._kept[torch.tensor(order, dtype=torch.int64, device=self._kept.device)]
+            self._kept = _unless_whole(self._kept[torch.tensor(order, dtype=torch.int64, device=self._kept.device)])
 
     def crop(self, columns: int) -> None:
         """Drop the last `columns` columns and their rows."""
@@ -194,7 +194,7 @@ class LatentBatch:
         for place, sequence in enumerate(self._sequences):
             rows = left if self._kept is None else int(self._kept[place, :left].sum())
             self.cache.truncate(sequence, rows)
-        self._kept = None if self._kept is None else self._kept[:, :left]
+        self._kept = None if self._kept is None else _unless_whole(self._kept[:, :left])
         self.columns = left
 
     def clear(self) -> None:
@@ -218,6 +218,11 @@ class LatentBatch:
             needed = sum(count // cache.page_size + 2 for count in counts)
             cache.extend(max(needed, cache.allocator.pages // 2))
             return cache.begin(spans)
+
+
+def _unless_whole(kept: Tensor) -> Tensor | None:
+    """None where no padding is left: transformers then gives no mask either."""
+    return None if bool(kept.all()) else kept
 
 
 def fresh_tokens(mask: Tensor | None, kept: Tensor | None, batch: int, columns: int, before: int) -> Tensor | None:

@@ -184,10 +184,15 @@ class PagedLatentCache:
         A sequence goes on in the first place that asks for it and is forked for the others; the rest are freed.
 
         Raises:
-            InputRefused: One of them is unknown or has an open transaction; nothing has changed.
+            InputRefused: One of them is unknown or has an open transaction, or a place is none of theirs; nothing has
+                changed.
         """
         for sequence in sequences:
             self._idle(sequence)
+        if any(not 0 <= place < len(sequences) for place in order):
+            raise InputRefused(
+                "a place without a sequence", expected=f"0 to {len(sequences) - 1}", found=str(list(order))
+            )
         chosen: list[int] = []
         for place in order:
             source = sequences[place]
@@ -211,7 +216,13 @@ class PagedLatentCache:
         self._sequences = {**self._sequences, sequence: replace(state, pages=state.pages[:kept], length=length)}
 
     def extend(self, pages: int) -> None:
-        """Add free pages; each layer's pool is copied, one at a time."""
+        """Add free pages; each layer's pool is copied, one at a time.
+
+        Raises:
+            InputRefused: For a negative number.
+        """
+        if pages < 0:
+            raise InputRefused("pages to add", expected="0 or more", found=str(pages))
         self._store.extend(pages)
         self.allocator.extend(pages)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures, SparseSelection
 from mla_convert.decode.rows import decode
+from mla_convert.decode.values import check_values
 from mla_convert.errors import InputRefused
 
 
@@ -30,6 +31,7 @@ class ReferenceBackend:
 
     def run(self, call: DecodeCall) -> DecodeOutput:
         """Compute in float64; `out` is rounded once to the dtype of `q`."""
+        check_values(call)
         batch, queries, heads, _ = call.q.shape
         width = call.format.latent_width
         out = torch.zeros(batch, queries, heads, width, dtype=torch.float64, device=call.q.device)

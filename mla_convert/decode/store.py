@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.decode.rows import RowFormat
+from mla_convert.errors import InputRefused
 
 NO_PAGE = -1
 """Fills a block table behind a sequence's pages; nothing may read it."""
@@ -47,16 +48,22 @@ class PageStore:
         return self._pools[0].stride(1) * self._pools[0].element_size()
 
     def pool(self, layer: int) -> Tensor:
-        """(pages, P, form.pool_width)."""
+        """(pages, P, form.pool_width).
+
+        Raises:
+            InputRefused: There is no such layer.
+        """
+        if not 0 <= layer < len(self._pools):
+            raise InputRefused("no such layer", expected=f"0 to {len(self._pools) - 1}", found=str(layer))
         return self._pools[layer]
 
     def rows(self, layer: int, slots: Tensor) -> Tensor:
         """(n, form.pool_width): rows by `page · P + offset`; slots (n,) int64."""
-        return self._pools[layer].flatten(0, 1).index_select(0, slots)
+        return self.pool(layer).flatten(0, 1).index_select(0, slots)
 
     def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """Put rows (n, form.pool_width) to slots (n,) int64."""
-        self._pools[layer].flatten(0, 1).index_copy_(0, slots, rows)
+        self.pool(layer).flatten(0, 1).index_copy_(0, slots, rows)
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """The first `rows` rows of a page to another, in every layer."""

@@ -18,6 +18,7 @@ from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures, Spar
 from mla_convert.decode.addressing import resolve_slots
 from mla_convert.decode.merge import EMPTY, PartialState, apply_sinks
 from mla_convert.decode.rows import RowFormat, decode
+from mla_convert.decode.values import check_values
 from mla_convert.errors import InputRefused
 
 CHUNK_BYTES = 1 << 21
@@ -55,6 +56,7 @@ class TorchBackend:
         Raises:
             InputRefused: A visible row lies in no page of its pool.
         """
+        check_values(call)
         compute = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         batch, queries, heads, width = call.q.shape
         scaled = call.q.to(compute) * call.scale  # (B, s_q, H, d_c + d_R)

@@ -73,6 +73,7 @@ class Transaction:
             InputRefused: More rows than were announced, rows that the format cannot hold, or a closed transaction.
         """
         self._require_open()
+        self._store.pool(layer)  # refuses a layer that there is not
         done = self._written[layer]
         if c_kv.dim() != 2 or done + c_kv.shape[0] > self.rows:
             raise InputRefused(

@@ -16,6 +16,7 @@ from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures
 from mla_convert.decode.scheduling import Schedule
 from mla_convert.decode.tiles import TileConfig, shared_memory_limit, tile_bytes
 from mla_convert.decode.triton_launch import MAX_SPLITS, MERGE_WARPS, Geometry, LaunchPlan, plan_launch, rope_at
+from mla_convert.decode.values import check_values
 
 if TYPE_CHECKING:
     from mla_convert.decode.triton_aot import Resources
@@ -116,6 +117,9 @@ class TritonBackend:
         Raises:
             InputRefused: If the schedule was made for other inputs.
         """
+        if self.interpret:
+            # A wrong page is memory of this process there.
+            check_values(call)
         plan = self.plan(call)
         if schedule is not None:
             schedule.require(call)

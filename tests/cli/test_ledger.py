@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from mla_convert.cli.ledger import SIZES, read_shape
 from mla_convert.cli.main import run
+from mla_convert.errors import InputRefused
 from tests.conftest import PicoFactory
 
 CONFIG = {
@@ -93,3 +95,42 @@ def test_a_name_that_is_nothing_is_refused(tmp_path: Path, capfd: pytest.Capture
 
 def test_an_unknown_device_is_refused_with_the_known_ones(capfd: pytest.CaptureFixture[str]) -> None:
     assert "h200" in answer(capfd, "deepseek-v2", "--device", "abacus", code=2)["error"]["expected"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000, '{"kv_lora_rank": ' + "9" * 5000 + "}", '{"kv_lora_rank": 1' + "0" * 400 + "}"],
+    ids=["nested", "digits", "huge"],
+)
+def test_a_configuration_that_overwhelms_the_reader_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(InputRefused):
+        read_shape(str(path))
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "n" * 5000, "a\0b"])
+def test_a_name_that_is_no_path_is_refused(name: str) -> None:
+    with pytest.raises(InputRefused):
+        read_shape(name)
+
+
+def test_a_folder_for_a_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(InputRefused, match="cannot be read"):
+        read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({"dtype": "torch.float32"}, "float32"), ({"dtype": None, "torch_dtype": "float16"}, "float16"), ({}, "bfloat16")],
+)
+def test_the_dtype_is_the_configurations(tmp_path: Path, fields: dict[str, object], expected: str) -> None:
+    sizes = dict.fromkeys([*SIZES.values()], 8)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**sizes, **fields}))
+    assert read_shape(str(path))[1] == expected
+    path.write_text(json.dumps({**sizes, "dtype": "float8_e4m3fn"}))
+    with pytest.raises(InputRefused, match="Give --dtype"):
+        read_shape(str(path))
+    assert read_shape(str(path), "float16")[1] == "float16"

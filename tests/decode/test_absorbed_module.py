@@ -286,3 +286,40 @@ def test_a_backend_that_cannot_run_says_why() -> None:
     model = tiny()
     with use_absorbed(model, Choosy()), pytest.raises(InputRefused, match=r"choosy.*Monday"):
         logits(model, input_ids=token_ids(1, 2))
+
+
+def test_scaled_rows_take_no_gradients() -> None:
+    model = tiny()
+    form = RowFormat.grouped_fp8(LATENT, ROPE)
+    with use_absorbed(model, options=AbsorbedOptions(row_format=form)) as handle:
+        with pytest.raises(InputRefused, match="gradients do not flow through scaled rows"):
+            model(input_ids=token_ids(1, 12), cache=handle.new_cache())
+        assert logits(model, input_ids=token_ids(1, 12), cache=handle.new_cache()).isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{"page_size": 0}, {"expand_from": 0}, {"value_side": "prodct"}])
+def test_options_without_meaning_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InputRefused):
+        AbsorbedOptions(**options)
+
+
+@pytest.mark.parametrize("way", ["select", "crop"])
+def test_a_batch_that_has_lost_its_padding_needs_no_mask(way: str) -> None:
+    """transformers gives none then."""
+    model = tiny()
+    ids = token_ids(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :3] = 0
+    token = token_ids(1, 1, seed=9)
+    with use_absorbed(model) as handle:
+        cache = handle.new_cache()
+        logits(model, input_ids=ids, attention_mask=mask, cache=cache)
+        if way == "select":
+            cache.batch_select_indices(torch.tensor([0]))
+            history, following = ids[:1], token
+        else:
+            cache.crop(-9)
+            history, following = ids[:, :0], token.repeat(2, 1)
+        found = logits(model, input_ids=following, cache=cache)
+    expected = logits(model, input_ids=torch.cat([history, following], dim=1))[:, -1:]
+    assert apart(found, expected) < ABSORBED_LOGITS

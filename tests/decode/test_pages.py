@@ -194,7 +194,7 @@ def test_a_refused_row_leaves_the_transaction_usable() -> None:
     sequence = cache.new_sequence("r")
     transaction = cache.begin({sequence: range(2)})
 
-    with pytest.raises(InputRefused, match="cannot hold"):
+    with pytest.raises(CheckFailed, match="cannot hold"):
         transaction.write(0, torch.full((2, 8), float("nan")), torch.zeros(2, 4))
 
     for layer, (c_kv, k_rope) in enumerate(rows_for(2)):
@@ -361,3 +361,34 @@ def test_decode_steps_of_a_ragged_batch_beside_one_pass() -> None:
     assert view.seq_lens.tolist() == [5, 9, 14]
     assert view.block_table[0, 2:].tolist() == [NO_PAGE] * 3
     assert torch.allclose(torch.cat(outputs, dim=1), backend.run(whole).out, rtol=0, atol=DECODE_FLOAT32)
+
+
+def test_an_order_with_a_place_that_there_is_not_changes_nothing() -> None:
+    cache = make_cache()
+    first, second = cache.new_sequence("a"), cache.new_sequence("b")
+    append(cache, first, rows_for(3))
+    append(cache, second, rows_for(3))
+    before = cache.residency()
+
+    for order in ([0, 0, 9], [0, -1]):
+        with pytest.raises(InputRefused, match="a place without a sequence"):
+            cache.reorder([first, second], order)
+
+    assert cache.residency() == before
+    cache.free(first)
+    cache.free(second)
+    assert cache.residency().free == cache.residency().pools
+
+
+def test_layers_and_numbers_of_pages_that_there_are_not_are_refused() -> None:
+    cache = make_cache()
+    sequence = cache.new_sequence("a")
+    with cache.begin({sequence: range(2)}) as transaction:
+        for layer in (-1, LAYERS):
+            with pytest.raises(InputRefused, match="no such layer"):
+                transaction.write(layer, *rows_for(2)[0])
+    for layer in (-1, LAYERS):
+        with pytest.raises(InputRefused, match="no such layer"):
+            cache.read(sequence, layer)
+    with pytest.raises(InputRefused, match="0 or more"):
+        cache.extend(-2)

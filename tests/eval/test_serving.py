@@ -118,3 +118,25 @@ def test_stock_is_as_it_was_afterwards(converted: Path) -> None:
         assert {name: type(part) for name, part in model.named_modules()} != before
     assert {name: type(part) for name, part in model.named_modules()} == before
     assert type(model) is type(AutoModelForCausalLM.from_pretrained(converted))
+
+
+def test_a_run_that_ends_with_its_prefill_says_so(converted: Path) -> None:
+    done = generate(str(converted), GenerateOptions(PROMPT, max_new_tokens=1))
+
+    layers = load_model(converted).config.num_hidden_layers
+    assert (done.receipt["ran"], done.receipt["expanded_calls"], done.receipt["calls"]) == (
+        "expanded prefill",
+        layers,
+        0,
+    )
+
+
+@pytest.mark.parametrize("backend", ["flashmla", "flashinfer"])
+def test_a_backend_that_is_not_here_is_refused_even_where_no_call_would_need_it(converted: Path, backend: str) -> None:
+    with pytest.raises(EnvironmentFault, match="not installed"):
+        generate(str(converted), GenerateOptions(PROMPT, max_new_tokens=1, backend=backend))
+
+
+def test_an_unknown_name_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UsageFault, match="unknown decode backend"):
+        generate(str(tmp_path / "nothing"), GenerateOptions(PROMPT, backend="TORCH"))
