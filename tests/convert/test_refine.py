@@ -191,7 +191,7 @@ def test_a_refined_conversion_is_closer_and_says_so(
     wanted = refined(
         prose,
         refine=kind,
-        refine_steps=20,
+        refine_steps=40,
         refine_batch=4,
         calibration_tokens=64 * 64,
         calibration_window=64,
