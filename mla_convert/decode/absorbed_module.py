@@ -19,13 +19,12 @@ from mla_convert.decode.latent_batch import CachePlan
 from mla_convert.decode.latent_cache import LatentCache
 from mla_convert.decode.publication import rope_digest
 from mla_convert.decode.receipt import ReceiptBook
-from mla_convert.decode.rows import FloatName, RowFormat
+from mla_convert.decode.rows import FLOAT_NAMES, RowFormat, float_name
 from mla_convert.errors import InputRefused
 
 EXPAND_FROM = 9
 """Queries of a chunk from which keys and values are expanded: kernels are held to eight queries (verification)."""
 PAGE_SIZE = 64
-FLOAT_NAMES: tuple[FloatName, ...] = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -166,11 +165,12 @@ def _plan(attention: DeepseekV3Attention, layers: int, options: AbsorbedOptions)
     widths = (config.kv_lora_rank, config.qk_rope_head_dim)
     form = options.row_format
     if form is None:
-        dtype = str(attention.kv_a_layernorm.weight.dtype).removeprefix("torch.")
-        names = [name for name in FLOAT_NAMES if name == dtype]
-        if not names:
-            raise InputRefused("a dtype that no row has", expected=", ".join(FLOAT_NAMES), found=dtype)
-        form = RowFormat.plain(*widths, names[0])
+        stored = attention.kv_a_layernorm.weight.dtype
+        dtype = float_name(stored)
+        if dtype is None:
+            found = str(stored).removeprefix("torch.")
+            raise InputRefused("a dtype that no row has", expected=", ".join(FLOAT_NAMES), found=found)
+        form = RowFormat.plain(*widths, dtype)
     if (form.latent_width, form.rope_width) != widths:
         raise InputRefused(
             "a row format of other widths",

@@ -8,10 +8,8 @@ from mla_convert.decode.abi import DecodeCall
 from mla_convert.decode.backends import dispatcher
 from mla_convert.decode.dispatch import AUTO
 from mla_convert.decode.receipt import ReceiptBook
-from mla_convert.decode.rows import FloatName, RowFormat
+from mla_convert.decode.rows import FLOAT_NAMES, RowFormat, float_name
 from mla_convert.errors import InputRefused
-
-FLOAT_ROWS: tuple[FloatName, ...] = ("float32", "float16", "bfloat16")
 
 
 def mla_decode(
@@ -59,16 +57,15 @@ def mla_decode(
 
 
 def _plain(cache: Tensor, d_c: int) -> RowFormat:
-    dtype = str(cache.dtype).removeprefix("torch.")
-    names = [name for name in FLOAT_ROWS if name == dtype]
-    if not names:
+    dtype = float_name(cache.dtype)
+    if dtype is None:
         raise InputRefused(
             "a cache whose rows are no plain numbers",
-            expected=", ".join(FLOAT_ROWS),
-            found=dtype,
+            expected=", ".join(FLOAT_NAMES),
+            found=str(cache.dtype).removeprefix("torch."),
             where="cache",
             remedy="Give row_format.",
         )
     if not 1 <= d_c <= cache.shape[-1]:
         raise InputRefused("no such latent width", expected=f"1 to {cache.shape[-1]}", found=str(d_c), where="d_c")
-    return RowFormat.plain(d_c, cache.shape[-1] - d_c, names[0])
+    return RowFormat.plain(d_c, cache.shape[-1] - d_c, dtype)

@@ -31,6 +31,7 @@ class Dispatcher:
             raise UsageFault("unknown decode backend", expected=", ".join([AUTO, *names]), found=requested)
         self.requested = requested
         self.book = book
+        self._known: dict[tuple[str, torch.device], str | None] = {}
         self._candidates = tuple(
             backend for backend in backends if (backend.automatic if requested == AUTO else backend.name == requested)
         )
@@ -58,7 +59,7 @@ class Dispatcher:
         """
         if self.requested != AUTO:
             for backend in self._candidates:
-                reason = backend.absent(device)
+                reason = self._absent(backend, device)
                 if reason is not None:
                     raise EnvironmentFault(
                         "the decode backend asked for is not here",
@@ -67,10 +68,16 @@ class Dispatcher:
                         remedy="Take --backend auto.",
                     )
 
+    def _absent(self, backend: Backend, device: torch.device) -> str | None:
+        """Asked once for each device: looking for a package takes longer than a small call."""
+        if (backend.name, device) not in self._known:
+            self._known[backend.name, device] = backend.absent(device)
+        return self._known[backend.name, device]
+
     def _choose(self, call: DecodeCall) -> tuple[Backend, tuple[Rejection, ...]]:
         rejected: list[Rejection] = []
         for backend in self._candidates:
-            absent = backend.absent(call.q.device)
+            absent = self._absent(backend, call.q.device)
             reason = absent if absent is not None else backend.unfit(call)
             if reason is None:
                 return backend, tuple(rejected)

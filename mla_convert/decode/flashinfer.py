@@ -12,20 +12,18 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures
+from mla_convert.decode.abi import DecodeCall, DecodeOutput
 from mla_convert.decode.foreign import (
     LATENT,
     ROPE,
-    Padding,
-    absent_from,
+    ForeignBackend,
     blank_unseen,
     pad_parts,
-    padding_of,
     seen_rows,
 )
 
@@ -44,40 +42,22 @@ class FlashInferMLA(Protocol):
 
 
 @dataclass(frozen=True)
-class FlashInferBackend:
+class FlashInferBackend(ForeignBackend):
     """FlashInfer's FA2 and FA3 kernels, built for 512+64; narrower rows are padded, and `padding` says how much.
 
     `plan` reads lengths and tables on the host, so `run` waits for the device and no graph can capture it; `planned`
     parts the two.
-
-    Attributes:
-        module: `flashinfer.mla`, or what stands in for it; None looks for the installed one.
-        capability: Of the device, or None to ask the device.
     """
 
-    module: FlashInferMLA | None = None
-    capability: tuple[int, int] | None = None
+    package: ClassVar[str] = "flashinfer"
 
     @property
     def name(self) -> str:
         """As the user asks for it."""
         return "flashinfer"
 
-    @property
-    def automatic(self) -> bool:
-        """By name only: it has not been measured beside the bundled kernels here."""
-        return False
-
-    def absent(self, device: torch.device) -> str | None:
-        """The package, or a CUDA device."""
-        return None if self.module is not None else absent_from("flashinfer", device)
-
-    def unfit(self, call: DecodeCall) -> str | None:
-        """Why FlashInfer cannot run `call`, here or at all; None if it can."""
-        absent = self.absent(call.q.device)
-        if absent is not None:
-            return absent
-        capability = self.capability or torch.cuda.get_device_capability(call.q.device)
+    def limits(self, call: DecodeCall, capability: tuple[int, int]) -> str | None:
+        """See the base class."""
         form = call.format
         if capability < MIN_ARCH:
             return f"it needs sm_80, the device is sm_{capability[0]}{capability[1]}"
@@ -90,14 +70,6 @@ class FlashInferBackend:
         if form.latent_width > LATENT or form.rope_width > ROPE:
             return f"{form.latent_width}+{form.rope_width} is wider than {LATENT}+{ROPE}"
         return None
-
-    def padding(self, call: DecodeCall) -> Padding:
-        """Zeros that a run of `call` adds."""
-        return padding_of(call)
-
-    def launch(self, call: DecodeCall) -> LaunchFigures:
-        """What is padded; the kernel is not ours to describe."""
-        return LaunchFigures(padded_bytes=self.padding(call).pool_bytes)
 
     def run(self, call: DecodeCall) -> DecodeOutput:
         """Compute `call`, which `unfit` has passed."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures, SparseSelection
+from mla_convert.decode.abi import DecodeCall, DecodeOutput, SparseSelection
 from mla_convert.decode.foreign import (
     LATENT,
     ROPE,
+    ForeignBackend,
     Padding,
-    absent_from,
     blank_unseen,
     pad_parts,
     padding_of,
@@ -45,40 +45,22 @@ class FlashMLA(Protocol):
 
 
 @dataclass(frozen=True)
-class FlashMLABackend:
+class FlashMLABackend(ForeignBackend):
     """Dense decoding on sm_90 with 64-row pages, sparse decoding of 656-byte rows on sm_90 and sm_100.
 
     Rows narrower than 512+64 are padded with zeros, which add nothing to a score: right, and a copy of the pool at
     every call, so `auto` should prefer another backend there; `padding` says how much.
-
-    Attributes:
-        module: The package, or what stands in for it; None looks for the installed one.
-        capability: Of the device, or None to ask the device.
     """
 
-    module: FlashMLA | None = None
-    capability: tuple[int, int] | None = None
+    package: ClassVar[str] = "flash_mla"
 
     @property
     def name(self) -> str:
         """As the user asks for it."""
         return "flashmla"
 
-    @property
-    def automatic(self) -> bool:
-        """By name only: it has not been measured beside the bundled kernels here."""
-        return False
-
-    def absent(self, device: torch.device) -> str | None:
-        """The package, or a CUDA device."""
-        return None if self.module is not None else absent_from("flash_mla", device)
-
-    def unfit(self, call: DecodeCall) -> str | None:
-        """Why FlashMLA cannot run `call`, here or at all; None if it can."""
-        absent = self.absent(call.q.device)
-        if absent is not None:
-            return absent
-        capability = self.capability or torch.cuda.get_device_capability(call.q.device)
+    def limits(self, call: DecodeCall, capability: tuple[int, int]) -> str | None:
+        """See the base class."""
         return _unfit_dense(call, capability) if call.sparse is None else _unfit_sparse(call, call.sparse, capability)
 
     def padding(self, call: DecodeCall) -> Padding:
@@ -87,10 +69,6 @@ class FlashMLABackend:
         if call.sparse is not None:
             return Padding(heads=min(known for known in SPARSE_HEADS if known >= heads) - heads)
         return padding_of(call)
-
-    def launch(self, call: DecodeCall) -> LaunchFigures:
-        """What is padded; the kernel is not ours to describe."""
-        return LaunchFigures(padded_bytes=self.padding(call).pool_bytes)
 
     def run(self, call: DecodeCall) -> DecodeOutput:
         """Compute `call`, which `unfit` has passed.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mla_convert.decode.abi import DecodeCall, DecodeOutput
+from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures
 
 LATENT, ROPE = 512, 64
 
@@ -31,11 +33,49 @@ class Padding:
     pool_bytes: int = 0
 
 
-def absent_from(package: str, device: torch.device) -> str | None:
-    """What of a package and a CUDA device is missing; None if nothing."""
-    if importlib.util.find_spec(package) is None:
-        return f"{package} is not installed"
-    return None if device.type == "cuda" else f"the tensors are on {device}"
+@dataclass(frozen=True)
+class ForeignBackend(ABC):
+    """A backend whose kernels come from another package.
+
+    Attributes:
+        module: The package, or what stands in for it; None looks for the installed one.
+        capability: Of the device, or None to ask the device.
+    """
+
+    module: Any = None
+    capability: tuple[int, int] | None = None
+
+    package: ClassVar[str]
+
+    @property
+    def automatic(self) -> bool:
+        """By name only: it has not been measured beside the bundled kernels here."""
+        return False
+
+    def absent(self, device: torch.device) -> str | None:
+        """The package, or a CUDA device."""
+        if self.module is None and importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return f"the tensors are on {device}" if self.capability is None and device.type != "cuda" else None
+
+    def unfit(self, call: DecodeCall) -> str | None:
+        """Why the package cannot run `call`, here or at all; None if it can."""
+        absent = self.absent(call.q.device)
+        if absent is not None:
+            return absent
+        return self.limits(call, self.capability or torch.cuda.get_device_capability(call.q.device))
+
+    @abstractmethod
+    def limits(self, call: DecodeCall, capability: tuple[int, int]) -> str | None:
+        """Why `call` lies outside of the kernels' limits on a device; None if it does not."""
+
+    def padding(self, call: DecodeCall) -> Padding:
+        """What a run of `call` adds to it."""
+        return padding_of(call)
+
+    def launch(self, call: DecodeCall) -> LaunchFigures:
+        """What is padded; the kernel is not ours to describe."""
+        return LaunchFigures(padded_bytes=self.padding(call).pool_bytes)
 
 
 def padding_of(call: DecodeCall) -> Padding:

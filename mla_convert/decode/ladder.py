@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, SparseSelection
-from mla_convert.decode.rows import RowFormat
+from mla_convert.decode.reference import ReferenceBackend
+from mla_convert.decode.rows import RowFormat, encode
 from mla_convert.decode.tiles import Dtype
-from mla_convert.decode.triton_launch import rope_at, scales_at
 
 OUT_LIMIT: dict[Dtype, float] = {"float32": 4e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Largest |Δout| of numbers of order one: the rounding of weights and output to the query's dtype."""
@@ -145,16 +145,14 @@ def paged_rows(case: LadderCase, draw: torch.Generator) -> tuple[Tensor, Tensor]
     """A pool (pages, P, row) with the rows of every sequence in shuffled pages, and its block table."""
     counts = [-(-length // case.page_size) for length in case.lengths]
     order = torch.randperm(sum(counts) + 1, generator=draw)
-    nan = torch.full((len(order), case.page_size, case.d_c + case.d_r), float("nan"))
-    pool = pack_rows(case.form, nan)
+    pool = unwritten(case.form, len(order), case.page_size)
     table = torch.full((len(counts), max(*counts, 1) + 1), POISON, dtype=torch.int32)
     taken = 0
     for sequence, (count, length) in enumerate(zip(counts, case.lengths, strict=True)):
         pages = order[taken : taken + count]
         taken += count
-        rows = torch.full((count * case.page_size, case.d_c + case.d_r), float("nan"))
-        rows[:length] = torch.randn(length, case.d_c + case.d_r, generator=draw)
-        pool[pages] = pack_rows(case.form, rows.view(count, *nan.shape[1:]))
+        rows, tokens = torch.randn(length, case.d_c + case.d_r, generator=draw), torch.arange(length)
+        pool[pages[tokens // case.page_size], tokens % case.page_size] = pack_rows(case.form, rows)
         table[sequence, :count] = pages.to(torch.int32)
     return pool, table
 
@@ -175,71 +173,20 @@ def _selection(case: LadderCase, table: Tensor, width: int, draw: torch.Generato
 
 
 def pack_rows(form: RowFormat, rows: Tensor) -> Tensor:
-    """Float32 rows (…, d_c + d_R) as `form` stores them (…, pool_width), each group of an FP8 latent scaled to 448."""
-    if form.scale_group is None:
-        return rows.to(form.pool_dtype)
-    latent, rope = rows.split([form.latent_width, form.rope_width], dim=-1)
-    packed = torch.zeros(*rows.shape[:-1], form.row_bytes, dtype=torch.uint8)
-    for group, part in enumerate(latent.split(form.scale_group, dim=-1)):
-        scale = (part.abs().amax(-1, keepdim=True) / 448.0).clamp_min(1e-12)  # (…, 1); 448: the largest E4M3
-        at = group * form.scale_group
-        packed[..., at : at + part.shape[-1]] = (part / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-        at = scales_at(form) + 4 * group
-        packed[..., at : at + 4] = scale.view(torch.uint8)
-    rope_bytes = rope.contiguous().to(getattr(torch, form.rope_dtype)).view(torch.uint8)
-    packed[..., rope_at(form) : rope_at(form) + rope_bytes.shape[-1]] = rope_bytes
-    return packed
+    """Float32 rows (…, d_c + d_R) as `form` stores them (…, pool_width)."""
+    return encode(form, *rows.split([form.latent_width, form.rope_width], dim=-1))
 
 
-def unpack_rows(form: RowFormat, rows: Tensor) -> Tensor:
-    """What stored rows (N, pool_width) mean, (N, d_c + d_R) float64."""
-    if form.scale_group is None:
-        return rows.double()
-    dtype = getattr(torch, form.rope_dtype)
-    latent = rows[:, : form.latent_width].contiguous().view(torch.float8_e4m3fn).float()
-    scales = rows[:, scales_at(form) : rope_at(form)].contiguous().view(torch.float32)
-    spread = scales.repeat_interleave(form.scale_group, dim=1)[:, : form.latent_width]
-    rope = rows[:, rope_at(form) : rope_at(form) + form.rope_width * dtype.itemsize].contiguous().view(dtype)
-    return torch.cat([(latent * spread).to(dtype).double(), rope.double()], dim=1)
+def unwritten(form: RowFormat, pages: int, page_size: int) -> Tensor:
+    """A pool that is NaN everywhere: in E4M3, bf16 and float32 a number of bytes 0xFF is."""
+    if form.is_plain:
+        return torch.full((pages, page_size, form.pool_width), float("nan"), dtype=form.pool_dtype)
+    return torch.full((pages, page_size, form.pool_width), 0xFF, dtype=torch.uint8)
 
 
 def exact(call: DecodeCall) -> DecodeOutput:
-    """Float64 answer to a call on the CPU, one query at a time, from the definition (`abi.DecodeCall`)."""
-    batch, tokens, heads, _ = call.q.shape
-    width = call.format.latent_width
-    out = torch.zeros(batch, tokens, heads, width, dtype=torch.float64)
-    lse = torch.full((batch, tokens, heads), float("-inf"), dtype=torch.float64)
-    for sequence in range(batch):
-        for token in range(tokens):
-            rows = _visible(call, sequence, token)  # (N, d_c + d_R)
-            if not len(rows):
-                continue
-            scores = call.q[sequence, token].double() @ rows.T * call.scale  # (H, N)
-            lse[sequence, token] = scores.logsumexp(-1)
-            value = scores.softmax(-1) @ rows[:, :width]
-            if call.sinks is not None:
-                value = value * torch.sigmoid(lse[sequence, token] - call.sinks.double())[:, None]
-            out[sequence, token] = value
-    return DecodeOutput(out, lse)
-
-
-def _visible(call: DecodeCall, sequence: int, token: int) -> Tensor:
-    if call.sparse is None:
-        tokens = call.q.shape[1]
-        length = int(call.seq_lens[sequence])
-        number = max(length - (tokens - 1 - token), 0) if call.causal else length
-        places = torch.arange(number)
-        pages = call.block_table[sequence].long()[places // call.page_size]
-        return unpack_rows(call.format, call.pool[pages, places % call.page_size])
-    sparse = call.sparse
-    segments = [(call.pool, sparse.indices, sparse.lengths)]
-    if sparse.extra_pool is not None and sparse.extra_indices is not None and sparse.extra_lengths is not None:
-        segments.append((sparse.extra_pool, sparse.extra_indices, sparse.extra_lengths))
-    found = []
-    for pool, indices, lengths in segments:
-        chosen = indices[sequence, token, : int(lengths[sequence, token])]
-        found.append(unpack_rows(call.format, pool[chosen // pool.shape[1], chosen % pool.shape[1]]))
-    return torch.cat(found)
+    """Float64 answer of the reference to a call on the CPU, not rounded."""
+    return ReferenceBackend().run(replace(call, q=call.q.double()))
 
 
 @dataclass(frozen=True)

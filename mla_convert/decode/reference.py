@@ -8,7 +8,6 @@ from torch import Tensor
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures, SparseSelection
 from mla_convert.decode.rows import decode
 from mla_convert.decode.values import check_values
-from mla_convert.errors import InputRefused
 
 
 class ReferenceBackend:
@@ -61,7 +60,6 @@ def _visible_rows(call: DecodeCall, sequence: int, query: int) -> Tensor:
         visible = max(0, visible - call.q.shape[1] + query + 1)
     tokens = torch.arange(visible, device=call.q.device)  # (n,)
     pages = call.block_table[sequence, tokens // call.page_size].to(torch.int64)  # (n,)
-    _refuse_no_page(pages, call.pool)
     return decode(call.format, call.pool[pages, tokens % call.page_size], torch.float64)
 
 
@@ -74,17 +72,5 @@ def _selected_rows(call: DecodeCall, sparse: SparseSelection, sequence: int, que
     for pool, indices, lengths in segments:
         slots = indices[sequence, query, : int(lengths[sequence, query])]  # (k,)
         pages, offsets = slots // pool.shape[1], slots % pool.shape[1]  # (k,), (k,)
-        _refuse_no_page(pages, pool)
         parts.append(decode(call.format, pool[pages, offsets], torch.float64))
     return torch.cat(parts)
-
-
-def _refuse_no_page(pages: Tensor, pool: Tensor) -> None:
-    """Indexing would count a negative page from the pool's end."""
-    if pages.numel() and not bool(((pages >= 0) & (pages < pool.shape[0])).all()):
-        raise InputRefused(
-            "a visible row lies in no page of the pool",
-            expected=f"pages 0 to {pool.shape[0] - 1}",
-            found=f"{int(pages.min())} to {int(pages.max())}",
-            where="block_table or sparse indices",
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import functional
 from mla_convert.errors import CheckFailed, InputRefused
 
 FloatName = Literal["float32", "float16", "bfloat16"]
+FLOAT_NAMES: tuple[FloatName, ...] = get_args(FloatName)
 
 FLASHMLA_FP8 = "flashmla-fp8-656"
 GROUPED_FP8 = "fp8-e4m3-group128"
@@ -256,6 +257,11 @@ def _refuse_infinite(form: RowFormat, *fields: Tensor) -> None:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def float_name(dtype: torch.dtype) -> FloatName | None:
+    """Name of a dtype that plain rows can have, None for another."""
+    return next((name for name in FLOAT_NAMES if _dtype(name) == dtype), None)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -19,7 +19,6 @@ from mla_convert.decode.addressing import resolve_slots
 from mla_convert.decode.merge import EMPTY, PartialState, apply_sinks
 from mla_convert.decode.rows import RowFormat, decode
 from mla_convert.decode.values import check_values
-from mla_convert.errors import InputRefused
 
 CHUNK_BYTES = 1 << 21
 """Rows and scores of one step. Measured at 192 and 576 numbers a row: less pays for Python (twice the time at 512 KiB),
@@ -159,7 +158,6 @@ class _Pool:
         first = start // size
         numbers = table[first : -(-stop // size)]  # (k,)
         listed = numbers.tolist()
-        self._refuse_no_page(min(listed), max(listed))
         if listed == list(range(listed[0], listed[0] + len(listed))):
             begin = listed[0] * size + start - first * size
             return decode(self.form, self.flat[begin : begin + stop - start], self.compute)
@@ -168,10 +166,6 @@ class _Pool:
 
     def gather(self, slots: Tensor) -> Tensor:
         """(n, d_c + d_R): rows by `page · P + offset`; slots (n,) int64."""
-        self._refuse_no_page(
-            int(slots.min()) // self.pages.shape[1],
-            int(slots.max()) // self.pages.shape[1],
-        )
         return decode(self.form, self.flat.index_select(0, slots), self.compute)
 
     def gather_prefixes(self, tables: Tensor, group: list[int], lengths: list[int], stop: int) -> Tensor:
@@ -183,15 +177,6 @@ class _Pool:
         ]
         rows = self.gather(torch.cat(slots))  # (G·stop, d_c + d_R)
         return rows.view(len(group), stop, -1)
-
-    def _refuse_no_page(self, lowest: int, highest: int) -> None:
-        if lowest < 0 or highest >= self.pages.shape[0]:
-            raise InputRefused(
-                "a visible row lies in no page of the pool",
-                expected=f"pages 0 to {self.pages.shape[0] - 1}",
-                found=f"{lowest} to {highest}",
-                where="block_table or sparse indices",
-            )
 
 
 def _limits(call: DecodeCall, held: list[int], packed: Tensor) -> Tensor:

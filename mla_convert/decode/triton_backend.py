@@ -15,7 +15,7 @@ from torch import Tensor
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, LaunchFigures
 from mla_convert.decode.scheduling import Schedule
 from mla_convert.decode.tiles import TileConfig, shared_memory_limit, tile_bytes
-from mla_convert.decode.triton_launch import MAX_SPLITS, MERGE_WARPS, Geometry, LaunchPlan, plan_launch, rope_at
+from mla_convert.decode.triton_launch import MAX_SPLITS, MERGE_WARPS, Geometry, LaunchPlan, plan_launch
 from mla_convert.decode.values import check_values
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _unfit_scales(call: DecodeCall) -> str | None:
     pools = [call.pool]
     if call.sparse is not None and call.sparse.extra_pool is not None:
         pools.append(call.sparse.extra_pool)
-    needed = rope_at(form) + form.rope_width * getattr(torch, form.rope_dtype).itemsize
+    needed = form.rope_offset + form.rope_width * getattr(torch, form.rope_dtype).itemsize
     places = [int(number) for pool in pools for number in (pool.storage_offset(), *pool.stride()[:2])]
     if form.row_bytes < needed or any(place % 4 for place in places):
         return f"scales or rotary part of a {form.row_bytes}-byte row would lie across 4-byte words"

@@ -163,8 +163,8 @@ class LaunchPlan:
             "BLOCK_R": blocks.rope,
             "GROUP": geometry.scale_group,
             "SCALES": form.scales,
-            "SCALES_AT": scales_at(form),
-            "ROPE_AT": rope_at(form),
+            "SCALES_AT": form.scale_offset,
+            "ROPE_AT": form.rope_offset,
             "ROUND": form.rope_dtype,
             "INTERPRET": self.interpret,
             "EMULATE": emulate,
@@ -230,16 +230,6 @@ def split_count(programs: int, capacity: int, block_n: int, processors: int) -> 
     """
     wanted = processors * PROGRAMS_PER_PROCESSOR // max(programs, 1)
     return max(1, min(wanted, -(-capacity // block_n), MAX_SPLITS))
-
-
-def scales_at(form: RowFormat) -> int:
-    """Byte of an FP8 row where its float32 scales begin: behind the latent, at a multiple of 4."""
-    return -(-form.latent_width // 4) * 4
-
-
-def rope_at(form: RowFormat) -> int:
-    """Byte of an FP8 row where its rotary part begins."""
-    return scales_at(form) + 4 * form.scales
 
 
 def dtype_name(dtype: torch.dtype) -> Dtype:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from mla_convert.decode.abi import DecodeCall, DecodeOutput, check_call
-from mla_convert.decode.reference import ReferenceBackend
+from mla_convert.decode.ladder import exact, unwritten
 from mla_convert.decode.rows import RowFormat, encode
 
 POISON = (2**31 - 1, -1)
@@ -34,7 +33,7 @@ def make_call(shape: Shape) -> DecodeCall:
     generator = torch.Generator().manual_seed(shape.seed)
     form, size = shape.form, shape.page_size
     counts = [-(-length // size) for length in shape.lengths]
-    pool = unreadable_pool(form, sum(counts) + 3, size)
+    pool = unwritten(form, sum(counts) + 3, size)
     order = torch.randperm(pool.shape[0], generator=generator).tolist()
     table = torch.tensor(POISON, dtype=torch.int32).repeat(len(counts), max(counts) + 1)[:, : max(counts) + 1]
     for sequence, (length, count) in enumerate(zip(shape.lengths, counts, strict=True)):
@@ -52,20 +51,12 @@ def make_call(shape: Shape) -> DecodeCall:
     return call
 
 
-def unreadable_pool(form: RowFormat, pages: int, page_size: int) -> Tensor:
-    """NaN everywhere: in E4M3, bf16 and float32 a row of bytes 0xFF is NaN."""
-    if form.is_plain:
-        return torch.full((pages, page_size, form.pool_width), float("nan"), dtype=form.pool_dtype)
-    return torch.full((pages, page_size, form.pool_width), 0xFF, dtype=torch.uint8)
-
-
 def errors(call: DecodeCall, found: DecodeOutput) -> tuple[float, float]:
     """Largest absolute errors of `out` and of finite `lse` beside the float64 reference.
 
     A query that sees nothing must have exactly 0 and −inf.
     """
-    exact_call = DecodeCall(**{**call.__dict__, "q": call.q.double()})
-    expected = ReferenceBackend().run(exact_call)
+    expected = exact(call)
     empty = torch.isinf(expected.lse)
     assert torch.equal(torch.isneginf(found.lse), empty)
     assert torch.equal(found.out[empty], torch.zeros_like(found.out[empty]))

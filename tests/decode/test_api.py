@@ -82,7 +82,7 @@ def test_a_format_of_another_width_is_refused() -> None:
     ids=lambda form: f"{form.name} {form.latent_width}+{form.rope_width}",
 )
 def test_scaled_rows_as_they_are_encoded_are_what_the_kernels_read(form: RowFormat) -> None:
-    """The kernels take offsets of their own from a format; the encoder's must be the same."""
+    """The kernels are given offsets as constants; they must be where the encoder puts things."""
     call = make_call(Shape(form, (5, 40), heads=3, page_size=16, query_dtype=torch.bfloat16))
 
     arguments = (call.q, call.pool, call.block_table, call.seq_lens, form.latent_width, call.scale)
