@@ -1,0 +1,1 @@
+"""Cache, speed and memory of a converted model beside its source."""

@@ -1,0 +1,1 @@
+"""Position and retrieval tasks on made-up prompts, and stability of generation."""

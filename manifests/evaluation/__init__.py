@@ -1,0 +1,1 @@
+"""What an evaluation receipt holds, part by part."""
