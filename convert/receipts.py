@@ -58,6 +58,7 @@ from mla_convert.manifests.models import (
 )
 from mla_convert.manifests.quality import CandidateRecord, MeasuredRecord, PredictionRecord
 from mla_convert.manifests.refinement import RefinementRecord
+from mla_convert.mla.map_error import MapErrors
 from mla_convert.version import __version__
 
 # The head of a spectrum is enough to see what a rank cuts; whole spectra of large models are megabytes.
@@ -97,10 +98,11 @@ class SourceDigests:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One converted layer's slots and distances."""
+    """One converted layer's slots and distances; `maps` are those of what is written, refinement included."""
 
     slots: RopeSlots
     quality: LayerQuality
+    maps: MapErrors
 
 
 def digest_of_source(source: SourceCheckpoint) -> SourceDigests:
@@ -336,6 +338,9 @@ def _layer_receipt(index: int, record: LayerRecord, source: SourceCheckpoint, pl
         weighted_value_error=quality.weighted_value_error,
         singular_energy_kept=quality.energy_kept,
         predicted_output_error=quality.predicted_output_error,
+        written_content_map_error=record.maps.content,
+        written_position_map_error=record.maps.position,
+        written_value_map_error=record.maps.value,
         singular_values=quality.singular_values[:SINGULAR_VALUES_KEPT],
     )
 

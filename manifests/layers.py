@@ -30,7 +30,12 @@ class RopeSlot(Record):
 
 
 class LayerReceipt(Record):
-    """Ranks, rotary slots and measured errors of one converted layer; errors are relative Frobenius norms."""
+    """Ranks, rotary slots and measured errors of one converted layer; errors are relative Frobenius norms.
+
+    `key_map_error`, `value_map_error` and the weighted ones are those of the closed form. `written_*` are those of what
+    was written, refinement included, by what no change of basis alters: the score as a form of two inputs (its mean
+    over the distances, and the rest) and the product of output and value projection.
+    """
 
     index: int = Field(ge=0)
     kv_lora_rank: int = Field(gt=0)
@@ -44,4 +49,7 @@ class LayerReceipt(Record):
     weighted_value_error: float | None = Field(ge=0)
     singular_energy_kept: float = Field(ge=0)
     predicted_output_error: float | None = Field(ge=0)
+    written_content_map_error: float = Field(ge=0)
+    written_position_map_error: float = Field(ge=0)
+    written_value_map_error: float = Field(ge=0)
     singular_values: tuple[float, ...]

@@ -112,10 +112,10 @@ def test_a_model_beyond_the_budget_is_checked_layer_by_layer_alone(
         return written[0]
 
     written: list[Any] = []
-    original, open_written = reload_child._run_with_stages, reload_child._Written.open
+    original, open_written = reload_child._run_with_stages, reload_child.WrittenCheckpoint.open
     monkeypatch.setattr(reload_child, "_load_whole", loaded)
     monkeypatch.setattr(reload_child, "_run_with_stages", watched)
-    monkeypatch.setattr(reload_child._Written, "open", opened)
+    monkeypatch.setattr(reload_child.WrittenCheckpoint, "open", opened)
     parameters = sum(value.numel() for value in load_file(lossy.folder / "model.safetensors").values())
 
     gate = check(lossy, lossy.folder, probe, 4 * parameters - 1)

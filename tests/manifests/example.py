@@ -125,6 +125,9 @@ def layer(index: int, frequencies: tuple[float, ...] = FREQUENCIES) -> LayerRece
         weighted_value_error=0.05,
         singular_energy_kept=0.97,
         predicted_output_error=None,
+        written_content_map_error=0.0,
+        written_position_map_error=0.0,
+        written_value_map_error=0.0,
         singular_values=(3.0, 2.0, 1.0),
     )
 

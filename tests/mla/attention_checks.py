@@ -102,6 +102,7 @@ def check_names_and_shapes(modules: Modules) -> None:
     for wrong in (
         {name: tensor for name, tensor in state.items() if name != "kv_a_layernorm.weight"},
         {**state, "q_b_proj.weight": state["q_proj.weight"]},
+        {**state, "q_a_proj.bias": state["q_proj.weight"][:, 0]},
         {**state, "o_proj.weight": state["o_proj.weight"][:, : SIZES["heads"]]},
         {**state, "kv_a_proj_with_mqa.weight": state["kv_a_proj_with_mqa.weight"][1:]},
     ):
@@ -283,6 +284,7 @@ def check_validation(modules: Modules) -> None:
     assert att.softmax_scale(128, 64) == pytest.approx(192**-0.5, rel=1e-15)
     assert att.softmax_scale(128, 64, 1.5) == pytest.approx(2.25 * 192**-0.5, rel=1e-15)
     assert att.yarn_mscale(1.0, 0.7) == 1.0
+    assert att.yarn_mscale(0.5, 1.0) == 1.0
     assert att.yarn_mscale(1.5, 1.0) == pytest.approx(0.1 * math.log(1.5) + 1, rel=1e-15)
     assert att.yarn_mscale(40.0, 1.0) == pytest.approx(0.1 * math.log(40) + 1, rel=1e-15)
     for part, wrong in (

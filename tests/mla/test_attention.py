@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,11 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd.gradcheck import GradcheckError
 
+from mla_convert.errors import InputRefused
 from tests.convert.support import SEEDED, normal
 from tests.mla.attention_checks import CHECKS, chunked
 from tests.mla.attention_mutants import PITFALLS, REAL, SOURCES, damaged, imported
 from tests.mla.attention_stock import LENGTH, SIZES, difference, factors_of, stock_layer
 from tests.tolerances import ABSORBED_FLOAT64
+
+FACTORS = REAL.attention.MLAFactors(
+    q_down=None,
+    q_down_bias=None,
+    q_norm=None,
+    q_up=torch.ones(3, 12, 16),
+    kv_down=torch.ones(12, 16),
+    kv_down_bias=None,
+    latent_norm=None,
+    w_uk=torch.ones(3, 8, 8),
+    w_uv=torch.ones(3, 6, 8),
+    w_o=torch.ones(3, 16, 6),
+    output_bias=None,
+    rope=REAL.attention.Rope(torch.ones(2), True),
+    scale=1.0,
+)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -65,3 +84,63 @@ def test_the_dtype_of_the_factors_is_kept(dtype: torch.dtype) -> None:
     step = att.absorbed(factors, inputs, torch.arange(3)[None])
 
     assert {step.output.dtype, step.held.latent.dtype, step.held.rope.dtype, step.weights.dtype} == {dtype}
+
+
+REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+    "rows of the query": (
+        lambda: replace(FACTORS, q_up=FACTORS.q_up[:, 1:]),
+        "q_up: a tensor of another size; expected (3, 12, 16); found (3, 11, 16)",
+    ),
+    "rows of keys and values": (
+        lambda: replace(FACTORS, kv_down=FACTORS.kv_down[1:]),
+        "kv_down: a tensor of another size; expected (12, 16); found (11, 16)",
+    ),
+    "values": (
+        lambda: replace(FACTORS, w_uv=FACTORS.w_uv[..., 1:]),
+        "w_uv: a tensor of another size; expected (3, 6, 8); found (3, 6, 7)",
+    ),
+    "heads of the output": (
+        lambda: replace(FACTORS, w_o=FACTORS.w_o[1:]),
+        "w_o: a tensor of another size; expected (3, 16, 6); found (2, 16, 6)",
+    ),
+    "scale": (
+        lambda: replace(FACTORS, scale=-1.0),
+        "scale: a softmax scale; expected a positive number; found -1.0",
+    ),
+    "rows of one chunk": (
+        lambda: REAL.attention.LatentRows(torch.ones(1, 2, 8), torch.ones(1, 2, 4)).append(
+            REAL.attention.LatentRows(torch.ones(1, 3, 8), torch.ones(1, 2, 4))
+        ),
+        "cache: latent and rotary rows of one chunk; expected 3 tokens each; found 2 rotary rows",
+    ),
+    "more queries than keys": (
+        lambda: REAL.attention.visibility(3, 2, None),
+        "visibility: queries without keys; expected at most 2; found 3",
+    ),
+    "padding mask": (
+        lambda: REAL.attention.visibility(2, 3, torch.ones(1, 2)),
+        "keep: a padding mask; expected (B, 3) bool; found (1, 2) torch.float32",
+    ),
+    "positions": (
+        lambda: REAL.attention.expanded(FACTORS, torch.ones(1, 3, 16), torch.arange(2)[None]),
+        "positions: a tensor of another size; expected (1, 3); found (1, 2)",
+    ),
+    "tensors of a layer": (
+        lambda: REAL.stock.stock_factors(
+            {"o_proj.weight": torch.ones(1, 1), "a": torch.ones(1)},
+            REAL.stock.StockShape(3, 8, FACTORS.rope, 1e-6),
+        ),
+        (
+            "the tensors of an MLA layer; expected kv_a_layernorm.weight, kv_a_proj_with_mqa.weight, "
+            "kv_b_proj.weight, o_proj.weight, q_proj.weight; found a, o_proj.weight"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_names_what_was_expected_and_found(name: str) -> None:
+    attempt, says = REFUSALS[name]
+    with pytest.raises(InputRefused) as caught:
+        attempt()
+    assert str(caught.value) == says

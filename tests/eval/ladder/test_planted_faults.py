@@ -1,0 +1,134 @@
+"""Faults that are planted must be named, stage and layer; a right conversion must raise no alarm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_convert.convert.checkpoint import open_source
+from mla_convert.convert.options import ConvertOptions
+from mla_convert.convert.run import convert
+from mla_convert.decode.absorbed_module import AbsorbedOptions, use_absorbed
+from mla_convert.decode.receipt import ReceiptBook
+from mla_convert.eval.evaluate import EvalOptions, prepare
+from mla_convert.eval.ladder.measure import measure_ladder, measure_live
+from mla_convert.eval.ladder.target_layers import TargetLayers
+from mla_convert.eval.loading import load_model
+from mla_convert.eval.serving import NEVER_EXPAND, Served
+from mla_convert.eval.source_states import source_states
+from mla_convert.eval.suite_context import SuiteContext
+from mla_convert.manifests.models import load
+from tests.conftest import PicoFactory
+from tests.eval.helpers import write_text
+from tests.eval.ladder.faults import FILE_FAULTS, RUN_FAULTS, damaged_copy
+
+SEQ_LEN, PREFILL, PAGE = 48, 20, 16
+LOSSY = ConvertOptions(profile="hf", rope_policy="high", qk_rope_head_dim=16, kv_lora_rank=20)
+RIGHT: dict[str, tuple[dict[str, object], ConvertOptions]] = {
+    "lossy": ({"kv_heads": 2}, LOSSY),
+    "lossless": ({"kv_heads": 2}, ConvertOptions(lossless=True)),
+    "one KV head, engine": ({"kv_heads": 1}, ConvertOptions(lossless=True, profile="engine")),
+    "engine, another epsilon": (
+        {"kv_heads": 2, "rms_norm_eps": 1e-5},
+        ConvertOptions(profile="engine", qk_rope_head_dim=8, kv_lora_rank=20),
+    ),
+    "constant route": (
+        {"kv_heads": 2},
+        ConvertOptions(profile="hf", rope_policy="high", qk_rope_head_dim=16, kv_lora_rank=20, latent_norm="constant"),
+    ),
+    "bfloat16": ({"kv_heads": 2, "dtype": "bfloat16"}, LOSSY),
+    "float16": ({"kv_heads": 2, "dtype": "float16"}, LOSSY),
+    "biases": ({"family": "qwen2", "kv_heads": 2}, LOSSY),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversion and what an evaluation of it is given."""
+
+    context: SuiteContext
+
+    def at(self, target: Path) -> SuiteContext:
+        return SuiteContext(self.context.prepared, target, self.context.manifest, "quick")
+
+
+def make_case(pico: PicoFactory, folder: Path, source: dict[str, object], options: ConvertOptions) -> Case:
+    opened = open_source(str(pico(**{"num_layers": 3, **source})))
+    text = write_text(folder / "text.txt", 400, seed=1)
+    if options.calibration == () and not options.lossless:
+        calibration = write_text(folder / "calibration.txt", 600, seed=2)
+        options = ConvertOptions(
+            **{**vars(options), "calibration": (str(calibration),), "calibration_tokens": 256, "calibration_window": 32}
+        )
+    convert(opened, folder / "out", options)
+    prepared = prepare(opened, [str(text)], EvalOptions(max_tokens=4 * SEQ_LEN, seq_len=SEQ_LEN))
+    return Case(SuiteContext(prepared, folder / "out", load(folder / "out"), "quick"))
+
+
+@pytest.fixture(scope="module")
+def lossy_case(pico: PicoFactory, tmp_path_factory: pytest.TempPathFactory, private_cache: Path) -> Case:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLA_CONVERT_CACHE", str(private_cache))
+        return make_case(pico, tmp_path_factory.mktemp("ladder"), *RIGHT["lossy"])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_conversion_raises_no_alarm(name: str, pico: PicoFactory, tmp_path: Path) -> None:
+    case = make_case(pico, tmp_path, *RIGHT[name])
+
+    section = measure_ladder(case.context)
+
+    assert section.findings == ()
+    assert len(section.layers) == len(section.cache_rows) == 3
+    lossless = RIGHT[name][1].lossless
+    assert (max(layer.output_error for layer in section.layers) < 1e-4) == lossless
+    assert all(rows.explanation is None and rows.width == rows.expected_width for rows in section.cache_rows)
+
+
+@pytest.mark.parametrize("name", FILE_FAULTS)
+def test_a_fault_in_the_files_is_named(name: str, lossy_case: Case, tmp_path: Path) -> None:
+    fault = FILE_FAULTS[name]
+    folder = damaged_copy(lossy_case.context.target, tmp_path / "damaged", fault.change)
+
+    found = measure_ladder(lossy_case.at(folder)).findings
+
+    assert [(item.stage, item.layer) for item in found] == [(fault.stage, fault.layer)], found
+
+
+@pytest.mark.parametrize("name", RUN_FAULTS)
+def test_a_fault_of_the_running_model_is_named(name: str, lossy_case: Case) -> None:
+    fault, context = RUN_FAULTS[name], lossy_case.context
+    prepared = context.prepared
+    states = source_states(prepared.source, prepared.digests, prepared.windows)
+    target = TargetLayers.open(context.target, context.manifest)
+    model = load_model(context.target)
+    if fault.model is not None:
+        fault.model(model)
+    options = AbsorbedOptions(page_size=PAGE, expand_from=NEVER_EXPAND)
+    with use_absorbed(model, fault.decoder or "torch", options) as handle:
+        running = Served(model, "torch", handle, ReceiptBook())
+        found = measure_live(running, target, states, prepared.windows.ids[0], PREFILL).findings
+
+    first = found[0]
+    assert (first.stage, first.layer) == (fault.stage, fault.layer), found
+    assert first.what.startswith(fault.says)
+    if fault.layer == 1:
+        assert {item.layer for item in found} <= {1, None}
+
+
+def test_without_a_fault_the_same_run_is_clean(lossy_case: Case) -> None:
+    context = lossy_case.context
+    prepared = context.prepared
+    states = source_states(prepared.source, prepared.digests, prepared.windows)
+    target = TargetLayers.open(context.target, context.manifest)
+    model = load_model(context.target)
+    with use_absorbed(model, "torch", AbsorbedOptions(page_size=PAGE, expand_from=NEVER_EXPAND)) as handle:
+        found = measure_live(Served(model, "torch", handle, ReceiptBook()), target, states, prepared.windows.ids[0], 20)
+
+    assert found.findings == ()
+    assert len(found.drift.kl) == SEQ_LEN - PREFILL
+    assert found.drift.kl[0] >= 0
+    assert torch.tensor(found.drift.kl).mean().item() == pytest.approx(found.drift.one_pass_kl, rel=1e-3)
