@@ -2,77 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from mla_convert.convert.checkpoint import open_source
-from mla_convert.convert.options import ConvertOptions
-from mla_convert.convert.run import convert
 from mla_convert.decode.absorbed_module import AbsorbedOptions, use_absorbed
 from mla_convert.decode.receipt import ReceiptBook
-from mla_convert.eval.evaluate import EvalOptions, prepare
 from mla_convert.eval.ladder.measure import measure_ladder, measure_live
 from mla_convert.eval.ladder.target_layers import TargetLayers
 from mla_convert.eval.loading import load_model
 from mla_convert.eval.serving import NEVER_EXPAND, Served
 from mla_convert.eval.source_states import source_states
-from mla_convert.eval.suite_context import SuiteContext
-from mla_convert.manifests.models import load
 from tests.conftest import PicoFactory
-from tests.eval.helpers import write_text
+from tests.eval.ladder.cases import PAGE, PREFILL, RIGHT, SEQ_LEN, Case, make_case
 from tests.eval.ladder.faults import FILE_FAULTS, RUN_FAULTS, damaged_copy
-
-SEQ_LEN, PREFILL, PAGE = 48, 20, 16
-LOSSY = ConvertOptions(profile="hf", rope_policy="high", qk_rope_head_dim=16, kv_lora_rank=20)
-RIGHT: dict[str, tuple[dict[str, object], ConvertOptions]] = {
-    "lossy": ({"kv_heads": 2}, LOSSY),
-    "lossless": ({"kv_heads": 2}, ConvertOptions(lossless=True)),
-    "one KV head, engine": ({"kv_heads": 1}, ConvertOptions(lossless=True, profile="engine")),
-    "engine, another epsilon": (
-        {"kv_heads": 2, "rms_norm_eps": 1e-5},
-        ConvertOptions(profile="engine", qk_rope_head_dim=8, kv_lora_rank=20),
-    ),
-    "constant route": (
-        {"kv_heads": 2},
-        ConvertOptions(profile="hf", rope_policy="high", qk_rope_head_dim=16, kv_lora_rank=20, latent_norm="constant"),
-    ),
-    "bfloat16": ({"kv_heads": 2, "dtype": "bfloat16"}, LOSSY),
-    "float16": ({"kv_heads": 2, "dtype": "float16"}, LOSSY),
-    "biases": ({"family": "qwen2", "kv_heads": 2}, LOSSY),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A conversion and what an evaluation of it is given."""
-
-    context: SuiteContext
-
-    def at(self, target: Path) -> SuiteContext:
-        return SuiteContext(self.context.prepared, target, self.context.manifest, "quick")
-
-
-def make_case(pico: PicoFactory, folder: Path, source: dict[str, object], options: ConvertOptions) -> Case:
-    opened = open_source(str(pico(**{"num_layers": 3, **source})))
-    text = write_text(folder / "text.txt", 400, seed=1)
-    if options.calibration == () and not options.lossless:
-        calibration = write_text(folder / "calibration.txt", 600, seed=2)
-        options = ConvertOptions(
-            **{**vars(options), "calibration": (str(calibration),), "calibration_tokens": 256, "calibration_window": 32}
-        )
-    convert(opened, folder / "out", options)
-    prepared = prepare(opened, [str(text)], EvalOptions(max_tokens=4 * SEQ_LEN, seq_len=SEQ_LEN))
-    return Case(SuiteContext(prepared, folder / "out", load(folder / "out"), "quick"))
-
-
-@pytest.fixture(scope="module")
-def lossy_case(pico: PicoFactory, tmp_path_factory: pytest.TempPathFactory, private_cache: Path) -> Case:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLA_CONVERT_CACHE", str(private_cache))
-        return make_case(pico, tmp_path_factory.mktemp("ladder"), *RIGHT["lossy"])
 
 
 @pytest.mark.parametrize("name", RIGHT)

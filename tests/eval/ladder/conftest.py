@@ -1,0 +1,18 @@
+"""One lossy conversion for all tests of the ladder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PicoFactory
+from tests.eval.ladder.cases import RIGHT, Case, make_case
+
+
+@pytest.fixture(scope="session")
+def lossy_case(pico: PicoFactory, tmp_path_factory: pytest.TempPathFactory, private_cache: Path) -> Case:
+    """Read only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLA_CONVERT_CACHE", str(private_cache))
+        return make_case(pico, tmp_path_factory.mktemp("ladder"), *RIGHT["lossy"])
