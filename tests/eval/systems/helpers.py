@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mla_convert.decode.abi import Backend, DecodeCall, DecodeOutput
 from mla_convert.decode.absorbed_module import AbsorbedOptions, use_absorbed
 from mla_convert.decode.dispatch import Dispatcher
 from mla_convert.decode.receipt import ReceiptBook
 from mla_convert.decode.reference import ReferenceBackend
+from mla_convert.decode.rows import RowFormat
 from mla_convert.decode.torch_backend import TorchBackend
 from mla_convert.eval.evaluate import EvalOptions, check_target, prepare
 from mla_convert.eval.serving import Served
@@ -64,6 +67,18 @@ def secretly_expanded(model: Any, backend: str, *, backends: Sequence[Backend]) 
     decoder = Dispatcher(backends, backend, book)
     with use_absorbed(model, decoder.run, AbsorbedOptions(expand_from=1)) as handle:
         yield Served(model, backend, handle, book)
+
+
+@contextmanager
+def expanded_with_a_receipt(model: Any, backend: str, *, backends: Sequence[Backend]) -> Iterator[Served]:
+    """The same, with the calls that were wanted on the receipt."""
+    book, form = ReceiptBook(), RowFormat.plain(20, 16, "float32")
+    table, length = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    call = DecodeCall(torch.zeros(1, 1, 4, 36), torch.zeros(1, 64, 36), form, table, length, scale=1.0)
+    for _ in range(CALLS):
+        Dispatcher([TorchBackend()], backend, book).run(call)
+    with secretly_expanded(model, backend, backends=backends) as running:
+        yield Served(model, backend, running.handle, book)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from tests.eval.systems.helpers import (
     Ticking,
     WithBook,
     context_of,
+    expanded_with_a_receipt,
     figures_of,
     measure,
     secretly_expanded,
@@ -118,9 +119,10 @@ def test_a_fallback_with_its_reason_on_the_receipt_is_counted_and_shown(lossy: E
     [
         pytest.param({"serve": secretly_stock}, CALLS, f"0 of {CALLS} decode calls", id="stock"),
         pytest.param({"serve": secretly_expanded}, CALLS, f"{CALLS} calls more than the prefills'", id="expanded"),
+        pytest.param({"serve": expanded_with_a_receipt}, CALLS, "never reached the backend", id="invented calls"),
         pytest.param({"serve": WithBook(Renaming())}, CALLS, "never reached the backend", id="renamed"),
         pytest.param({"serve": WithBook(Forgetting())}, CALLS // 2, f"{CALLS // 2} of {CALLS}", id="forgotten"),
-        pytest.param({"serve": WithBook(Inventing())}, CALLS, "never reached the backend", id="invented"),
+        pytest.param({"serve": WithBook(Inventing())}, CALLS, "never reached the backend", id="doubled"),
         pytest.param({"serve": WithBook(ReceiptBook(), "reference")}, CALLS, "not run on what was asked", id="other"),
         # In the audited run, the warm-up, alone.
         pytest.param({"backends": lambda: (Borrowing(),)}, 3 * LAYERS, "inside on another backend", id="borrowed"),
