@@ -186,7 +186,12 @@ def evaluate_target(prepared: Prepared, target: Path, command: Sequence[str] | N
 
 
 def check_target(target: Path, prepared: Prepared) -> ConversionManifest:
-    """Verify a converted folder and that it was made from the prepared source.
+    """Verify a converted folder and that it was made from the prepared source; see `check_pair`."""
+    return check_pair(target, prepared.source, prepared.digests)
+
+
+def check_pair(target: Path, source: SourceCheckpoint, digests: SourceDigests) -> ConversionManifest:
+    """Verify a converted folder and that it was made from a source.
 
     Raises:
         InputRefused: Naming the first thing that is wrong.
@@ -199,7 +204,6 @@ def check_target(target: Path, prepared: Prepared) -> ConversionManifest:
             remedy="mla-convert verify lists every problem.",
         )
     manifest = load(target)
-    given, digests = prepared.source.location.given, prepared.digests
     for what, recorded, found in (
         ("source's weights", manifest.source.checkpoint_digest, digests.checkpoint),
         ("source's configuration", manifest.source.config_digest, digests.config),
@@ -210,7 +214,7 @@ def check_target(target: Path, prepared: Prepared) -> ConversionManifest:
                 f"the {what} differs from that in the manifest",
                 expected=str(recorded),
                 found=str(found),
-                where=given,
+                where=source.location.given,
             )
     return manifest
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_convert.decode.abi import Backend
 from mla_convert.decode.absorbed_module import AbsorbedHandle, AbsorbedOptions, use_absorbed
-from mla_convert.decode.backends import dispatcher
-from mla_convert.decode.dispatch import AUTO
+from mla_convert.decode.backends import dispatcher, known_backends
+from mla_convert.decode.dispatch import AUTO, Dispatcher
 from mla_convert.decode.receipt import ReceiptBook, Rejection
 from mla_convert.errors import InputRefused
 from mla_convert.eval.loading import hidden_states
@@ -84,7 +85,9 @@ def check_backend(name: str) -> None:
 
 
 @contextmanager
-def served(model: Any, backend: str, *, from_pages: bool = False) -> Iterator[Served]:
+def served(
+    model: Any, backend: str, *, from_pages: bool = False, backends: Sequence[Backend] | None = None
+) -> Iterator[Served]:
     """Run a model by a decode backend while the context lasts.
 
     Args:
@@ -92,6 +95,7 @@ def served(model: Any, backend: str, *, from_pages: bool = False) -> Iterator[Se
         backend: `auto`, `stock`, or the name of a decode backend. `auto` runs what is no MLA model by
             stock transformers.
         from_pages: Read long chunks from the pages as well, where a prefill would expand their keys and values.
+        backends: Best first; all that there are where None.
 
     Raises:
         UsageFault: For a backend that there is not.
@@ -102,7 +106,7 @@ def served(model: Any, backend: str, *, from_pages: bool = False) -> Iterator[Se
     if backend == STOCK:
         yield Served(model, backend, None, book)
         return
-    decoder = dispatcher(backend, book)
+    decoder = Dispatcher(known_backends() if backends is None else backends, backend, book)
     decoder.require_present(model.device)
     kind = str(model.config.model_type)
     if kind != MLA_TYPE:

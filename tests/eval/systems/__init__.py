@@ -1,0 +1,1 @@
+"""Cache, speed and memory beside the source."""
