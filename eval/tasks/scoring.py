@@ -44,9 +44,7 @@ def verdict(source_match: float, target_match: float, difference: Figure) -> Ver
     return "lost" if target_match < KEPT_SHARE * source_match or surely_less else "kept"
 
 
-def make_cell(
-    prompts: PromptSet, source: Sequence[PromptScore], target: Sequence[AnswerScore], seed: int
-) -> TaskCell:
+def make_cell(prompts: PromptSet, source: Sequence[PromptScore], target: Sequence[AnswerScore], seed: int) -> TaskCell:
     """The cell of one set of prompts; `seed` is that of the resampling."""
     ours = np.array([score.answer.logprob for score in source])
     theirs = np.array([score.logprob for score in target])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mla_convert.eval.suite_context import SuiteName
@@ -57,6 +57,11 @@ class GenerationSizes:
     windows: int
     prompt_tokens: int
     new_tokens: int
+
+    def within(self, positions: int) -> GenerationSizes:
+        """What a model has positions for; at least two of them."""
+        prompt = min(self.prompt_tokens, positions // 2)
+        return replace(self, prompt_tokens=prompt, new_tokens=min(self.new_tokens, positions - prompt))
 
 
 TASKS: Final[dict[SuiteName, TaskSizes]] = {
