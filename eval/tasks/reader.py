@@ -44,6 +44,9 @@ class Reader:
         self._head: Tensor | None = None  # (V, D)
         self._cache: Cache | None = None
         self._read: Ids = ()
+        # Of the last answer: its first row holds for any answer of one token behind the same context.
+        self._context: Ids = ()
+        self._logits = torch.empty(0, 0)  # (A, V)
 
     @torch.inference_mode()
     def score(self, context: Ids, answer: Ids) -> AnswerScore:
@@ -59,15 +62,19 @@ class Reader:
         """
         if self._head is None:
             self._head = plain_head(self._running.model, torch.tensor(context))
-        states = self._states(context + answer[:-1], len(context) - 1)  # (A, D)
-        logits = (states @ self._head.T).double()  # (A, V)
+        if len(answer) > 1 or self._context != context:
+            states = self._states(context + answer[:-1], len(context) - 1)  # (A, D)
+            self._logits, self._context = self._finite((states @ self._head.T).double()), context  # (A, V)
+        logits, wanted = self._logits[: len(answer)], torch.tensor(answer)
+        chosen = logits.log_softmax(-1).gather(1, wanted[:, None])  # (A, 1)
+        return AnswerScore(float(chosen.sum()), bool((logits.argmax(-1) == wanted).all()))
+
+    def _finite(self, logits: Tensor) -> Tensor:
         if not bool(torch.isfinite(logits).all()):
             raise CheckFailed(
                 "logits that are not finite", found="NaN or infinity", where=str(self._running.model.config.model_type)
             )
-        wanted = torch.tensor(answer)
-        chosen = logits.log_softmax(-1).gather(1, wanted[:, None])  # (A, 1)
-        return AnswerScore(float(chosen.sum()), bool((logits.argmax(-1) == wanted).all()))
+        return logits
 
     def _states(self, ids: Ids, first: int) -> Tensor:
         """(T - first, D): what the head reads at `first` and behind."""

@@ -30,10 +30,10 @@ GOODS: Final = (
     "stones", "toys", "bottles", "carpets", "clocks", "horses", "potatoes", "chairs",
 )  # fmt: skip
 KEYS: Final = (
-    "apple", "bridge", "candle", "desert", "engine", "forest", "garden", "hammer", "island", "jacket",
-    "kitchen", "ladder", "mirror", "needle", "orange", "pencil", "queen", "river", "silver", "table",
-    "umbrella", "village", "window", "yellow", "anchor", "basket", "castle", "dragon", "eagle", "feather",
-    "guitar", "honey", "iron", "jungle", "kettle", "lemon", "market", "night", "ocean", "paper",
+    "apple", "button", "candle", "desert", "engine", "flame", "ghost", "hammer", "island", "jacket",
+    "kitchen", "ladder", "mirror", "needle", "orange", "pencil", "queen", "rocket", "silver", "table",
+    "umbrella", "violin", "window", "yellow", "anchor", "basket", "castle", "dragon", "eagle", "feather",
+    "guitar", "honey", "iron", "jungle", "kettle", "lemon", "magnet", "night", "ocean", "paper",
 )  # fmt: skip
 OPENINGS: Final = (
     "The history of the city begins with a small settlement on the banks of the river, where people",
