@@ -125,7 +125,9 @@ def invalid_utf8(tokenizer: Any, prompt: Ids, continuation: Continuation) -> int
     at the end is no fault of the model, and a replacement character that the model wrote out is none either.
     """
     written = _written_out(tokenizer, continuation.ids)
-    before = _decode(tokenizer, prompt).rstrip(REPLACEMENT)
+    before = _decode(tokenizer, prompt)
+    if not _written_out(tokenizer, prompt).at_end:
+        before = before.removesuffix(REPLACEMENT)
     added = _decode(tokenizer, prompt + continuation.ids)[len(before) :]
     if not continuation.ended and not written.at_end:
         added = added.removesuffix(REPLACEMENT)

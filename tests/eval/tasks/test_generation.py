@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mla_convert.convert.tokenizer import load_tokenizer
 from mla_convert.eval.generate import GenerateOptions, generate
@@ -84,7 +85,7 @@ def test_invalid_utf8_by_hand(bytewise: Any, prompt: str | bytes, new: str | byt
 
 def _ids(tokenizer: Any, text: str | bytes) -> tuple[int, ...]:
     data = text if isinstance(text, bytes) else text.encode()
-    letters = transformers.convert_slow_tokenizer.bytes_to_unicode()
+    letters = bytes_to_unicode()
     return tuple(tokenizer.convert_tokens_to_ids([letters[byte] for byte in data]))
 
 

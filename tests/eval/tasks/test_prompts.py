@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -128,7 +129,7 @@ def test_counting_goes_on_by_its_step(posed: Posed, trained: Encoder) -> None:
     for part in (part for part in posed.sets if part.task == "counting"):
         for prompt in part.prompts:
             numbers = [int(word) for word in trained.tokenizer.decode(prompt.context).split(",")[1:-1]]
-            steps = {after - before for before, after in zip(numbers, numbers[1:], strict=False)}
+            steps = {after - before for before, after in pairwise(numbers)}
             (step,) = steps
             assert int(trained.tokenizer.decode(prompt.answer)) == numbers[-1] + step
             assert int(trained.tokenizer.decode(prompt.wrong)) != numbers[-1] + step
