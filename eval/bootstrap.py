@@ -108,13 +108,42 @@ def bootstrap(
     count = len(scores.tokens)
     if count < 2:
         return None
-    weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
-    tail = (1 - confidence) / 2
-    bounds = {}
-    for name, values in _weighted(scores, weights.astype(np.float64)).items():
-        low, high = np.quantile(values, (tail, 1 - tail))
-        bounds[name] = Interval(float(low), float(high))
+    resampled = _weighted(scores, _draws(count, seed, resamples))
+    bounds = {name: _interval(values, confidence) for name, values in resampled.items()}
     return Intervals(**bounds, resamples=resamples, confidence=confidence, seed=seed)
+
+
+def bootstrap_mean(
+    values: Floats,
+    seed: int,
+    resamples: int = DEFAULT_RESAMPLES,
+    confidence: float = DEFAULT_CONFIDENCE,
+) -> Interval | None:
+    """The interval of a mean, its terms drawn with replacement; of differences it is that of a paired comparison.
+
+    Args:
+        values: (N,) terms.
+        seed: Of the draws.
+        resamples: Number of draws.
+        confidence: Share inside the interval.
+
+    Returns:
+        None for a single term, whose spread is unknown.
+    """
+    count = len(values)
+    return None if count < 2 else _interval(_draws(count, seed, resamples) @ values / count, confidence)
+
+
+def _draws(count: int, seed: int, resamples: int) -> Floats:
+    """How often each of `count` is drawn, (R, N)."""
+    weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
+    return weights.astype(np.float64)
+
+
+def _interval(values: Floats, confidence: float) -> Interval:
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(values, (tail, 1 - tail))
+    return Interval(float(low), float(high))
 
 
 def _weighted(scores: WindowScores, weights: Floats) -> dict[str, Floats]:

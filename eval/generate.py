@@ -141,7 +141,7 @@ def generate(checkpoint: str, options: GenerateOptions) -> Generation:
     _refuse_length(model, prompt_ids, options, checkpoint)
     started = time.perf_counter()
     with served(model, options.backend) as running:
-        output = _run(model, torch.tensor([prompt_ids]), options)
+        output = continue_ids(model, torch.tensor([prompt_ids]), options)
         seconds = time.perf_counter() - started
         cache = count_cache(find_cache(output), stored)
     new_ids = tuple(output.sequences[0, len(prompt_ids) :].tolist())
@@ -152,7 +152,7 @@ def generate(checkpoint: str, options: GenerateOptions) -> Generation:
         text=tokenizer.decode(new_ids, skip_special_tokens=True),
         prompt_ids=tuple(prompt_ids),
         new_ids=new_ids,
-        ending="end-of-text" if new_ids and new_ids[-1] in _end_ids(model) else "length",
+        ending="end-of-text" if new_ids and new_ids[-1] in end_ids(model) else "length",
         seconds=seconds,
         cache=cache,
         receipt=running.receipt,
@@ -193,13 +193,19 @@ def _identity(folder: Path, checkpoint: str) -> tuple[str | None, torch.dtype]:
     return manifest.canonical_mla_id, getattr(torch, manifest.method.output_dtype)
 
 
-def _end_ids(model: Any) -> tuple[int, ...]:
+def end_ids(model: Any) -> tuple[int, ...]:
+    """The tokens that end a text, by the checkpoint's generation settings."""
     ends = model.generation_config.eos_token_id
     return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
 
 
 @torch.inference_mode()
-def _run(model: Any, prompt: Tensor, options: GenerateOptions) -> Any:
+def continue_ids(model: Any, prompt: Tensor, options: GenerateOptions) -> Any:
+    """Continue (B, T) prompts of one length, without padding, by what `options` says of the choice of tokens.
+
+    Returns:
+        What `generate()` returns; a sequence that ends before the others is filled up behind its end token.
+    """
     from transformers import GenerationConfig
 
     # Named in full, because what is left open here is filled in from the checkpoint's generation_config.json.
@@ -210,7 +216,7 @@ def _run(model: Any, prompt: Tensor, options: GenerateOptions) -> Any:
         repetition_penalty=1.0,
         num_beams=1,
         return_dict_in_generate=True,
-        pad_token_id=next(iter(_end_ids(model)), 0),
+        pad_token_id=next(iter(end_ids(model)), 0),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)

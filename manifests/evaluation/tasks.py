@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mla_convert.manifests.evaluation.figure import Figure
+from mla_convert.manifests.evaluation.figure import Figure, Resampling
 from mla_convert.manifests.record import Record
 
 TaskName = Literal["needle", "passkey", "key-value", "copy", "induction", "counting"]
@@ -35,17 +35,32 @@ class TaskCell(Record):
     verdict: Verdict
 
 
+class LeftOut(Record):
+    """A task that cannot be posed at a length with this tokenizer, and why."""
+
+    task: TaskName
+    length: int = Field(gt=0)
+    reason: str
+
+
 class TasksSection(Record):
-    """All cells, and what makes a cell informative."""
+    """All cells, and what makes a cell informative; `ran` is what served the target."""
 
     seed: int = Field(ge=0)
     informative_match: float = Field(ge=0, le=1)
     rule: str
+    ran: str
     cells: tuple[TaskCell, ...]
+    left_out: tuple[LeftOut, ...]
+    resampling: Resampling
 
 
 class GenerationSample(Record):
-    """One greedy continuation by both models. `identical_prefix` counts tokens until the first difference."""
+    """One greedy continuation by both models. `identical_prefix` counts tokens until the first difference.
+
+    `*_invalid_utf8` counts characters that the bytes of the continuation do not complete; one that only the length
+    limit cuts off at the end is not counted.
+    """
 
     prompt: str
     source_text: str
@@ -63,6 +78,7 @@ class GenerationSection(Record):
     """Greedy continuations; repetition is the share of 4-grams of tokens that occurred before in the continuation."""
 
     seed: int = Field(ge=0)
+    prompt_tokens: int = Field(gt=0)
     new_tokens: int = Field(gt=0)
     samples: tuple[GenerationSample, ...] = Field(min_length=1)
     median_identical_prefix: float = Field(ge=0)
