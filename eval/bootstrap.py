@@ -108,13 +108,22 @@ def bootstrap(
     count = len(scores.tokens)
     if count < 2:
         return None
-    weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
-    tail = (1 - confidence) / 2
-    bounds = {}
-    for name, values in _weighted(scores, weights.astype(np.float64)).items():
-        low, high = np.quantile(values, (tail, 1 - tail))
-        bounds[name] = Interval(float(low), float(high))
+    weights = draw_weights(count, seed, resamples)
+    bounds = {name: percentiles(values, confidence) for name, values in _weighted(scores, weights).items()}
     return Intervals(**bounds, resamples=resamples, confidence=confidence, seed=seed)
+
+
+def draw_weights(count: int, seed: int, resamples: int) -> Floats:
+    """(R, N): how often each of `count` windows is in each resample; every row sums to `count`."""
+    weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
+    return weights.astype(np.float64)
+
+
+def percentiles(values: Floats, confidence: float) -> Interval:
+    """The interval that holds the middle `confidence` of (R,) resampled values."""
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(values, (tail, 1 - tail))
+    return Interval(float(low), float(high))
 
 
 def _weighted(scores: WindowScores, weights: Floats) -> dict[str, Floats]:
