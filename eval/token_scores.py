@@ -43,6 +43,10 @@ class TokenScores:
         names = [field.name for field in fields(cls)]
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
+    def part(self, first: int, end: int) -> TokenScores:
+        """The scores of tokens `first` to `end`, which is not included."""
+        return TokenScores(**{field.name: getattr(self, field.name)[first:end] for field in fields(self)})
+
     @property
     def sums(self) -> Tensor:
         """(4,) float64: source NLL, target NLL, KL, equal first choices."""
