@@ -30,7 +30,7 @@ ALL_TEXTS = "all texts"
 RECEIPT_FOLDER = "receipts"
 FigureName = Literal["ratio", "kl", "top1"]
 Verdict = Literal["A is better", "B is better", "no real difference", "too few windows"]
-LABELS: dict[FigureName, str] = {"ratio": "perplexity ratio", "kl": "KL, nats", "top1": "top-1 agreement"}
+LABELS: dict[FigureName, str] = {"ratio": "ppl ratio", "kl": "KL, nats", "top1": "top-1"}
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class Comparison:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("text", "figure", "A", "B", "B − A", "verdict"):
-            side: Literal["left", "right"] = "right" if heading in ("A", "B", "B − A") else "left"
-            table.add_column(heading, justify=side, overflow="fold", max_width=24 if heading == "text" else None)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        for heading in ("text", "figure", "A", "B", "B − A", "interval", "verdict"):
+            side: Literal["left", "right"] = "left" if heading in ("text", "figure", "verdict") else "right"
+            table.add_column(heading, justify=side, no_wrap=True)
         for text in self.texts:
             for row in _rows(text):
                 table.add_row(*map(Text, row))
         for label, folder, manifest in (("A", self.a, self.a_manifest), ("B", self.b, self.b_manifest)):
             console.print(Text(f"{label}        {folder}, manifest {manifest[:16]}"), soft_wrap=True)
-        console.print(table, width=min(100, console.width))
+        console.print(table)
         for line in self._notes():
             console.print(Text(line), soft_wrap=True)
 
@@ -127,6 +127,7 @@ class Comparison:
             f"[ , ]    {self.confidence:.0%} of {self.resamples:,} paired resamples of the windows, each figure by "
             f"itself; seed {self.seed}"
         )
+        yield "ppl ratio is the target's perplexity over the source's; of it and of KL less is better, of top-1 more"
         yield f"windows  {self.texts[0].windows} in both; {self.enough} needed to call a difference real"
         if self.left_out:
             yield f"left out {self.left_out} windows that only one of the two has"
@@ -310,13 +311,20 @@ def _verdict(figure: FigureName, interval: Interval | None, enough: bool) -> Ver
 def _rows(text: TextComparison) -> Iterator[tuple[str, ...]]:
     for number, item in enumerate(text.differences):
         form = ".2%" if item.figure == "top1" else ".4f"
-        spread = f"{item.difference:+{form}}"
-        if item.interval is not None:
-            spread += f" [{item.interval.low:+{form}}, {item.interval.high:+{form}}]"
+        ends = item.interval
+        spread = "" if ends is None else f"[{ends.low:+{form}}, {ends.high:+{form}}]"
         name = _short(text.name) if number == 0 else ""
-        yield name, LABELS[item.figure], f"{item.a:{form}}", f"{item.b:{form}}", spread, item.verdict
+        verdict = "not real" if item.verdict == "no real difference" else item.verdict
+        yield (
+            name,
+            LABELS[item.figure],
+            *(f"{v:{form}}" for v in (item.a, item.b)),
+            f"{item.difference:+{form}}",
+            spread,
+            verdict,
+        )
 
 
-def _short(name: str, width: int = 24) -> str:
+def _short(name: str, width: int = 18) -> str:
     """The end of a long name, which says more than its beginning."""
     return name if len(name) <= width else f"…{name[1 - width :]}"

@@ -24,7 +24,10 @@ def tokens(*corpora: Corpus) -> TokenTexts:
 
 @given(length=st.integers(8, 200), stride=st.integers(1, 8), most=st.integers(8, 100), seed=st.integers(0, 50))
 def test_one_text_is_cut_as_the_plain_evaluation_cuts_it(length: int, stride: int, most: int, seed: int) -> None:
-    corpus, plan = text("a", "".join(chr(32 + index % 90) for index in range(length))), WindowPlan(8, stride, most, seed)
+    corpus, plan = (
+        text("a", "".join(chr(32 + index % 90) for index in range(length))),
+        WindowPlan(8, stride, most, seed),
+    )
     ours, theirs = cut_by_text(tokens(corpus), plan).windows, cut_windows([corpus], Letters(), plan)
 
     assert torch.equal(ours.ids, theirs.ids)

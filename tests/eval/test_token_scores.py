@@ -34,9 +34,7 @@ def test_every_score_equals_plain_python(tokens: int, vocabulary: int, seed: int
         close = (found.source_nll, found.target_nll, found.kl, found.source_confidence, found.target_confidence)
         kl = math.fsum(x * math.log(x / y) for x, y in zip(p, q, strict=True))
         expected = [-math.log(p[token]), -math.log(q[token]), kl, max(p), max(q)]
-        assert [float(part[row]) for part in close] == pytest.approx(
-            expected, rel=FLOAT64_ALGEBRA, abs=FLOAT64_ALGEBRA
-        )
+        assert [float(part[row]) for part in close] == pytest.approx(expected, rel=FLOAT64_ALGEBRA, abs=FLOAT64_ALGEBRA)
 
 
 def test_the_fifth_counts_and_the_sixth_does_not() -> None:
