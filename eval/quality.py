@@ -39,13 +39,15 @@ def score_windows(source: SourceStates, target: Served, windows: EvalWindows) ->
     return WindowScores(*columns)
 
 
-def token_scores(source: SourceStates, target: Served, windows: EvalWindows) -> Iterator[TokenScores]:
-    """The scores of each window's scored tokens, window by window; see `score_windows`."""
+def token_scores(
+    source: SourceStates, target: Served, windows: EvalWindows, chunk: int | None = None
+) -> Iterator[TokenScores]:
+    """The scores of each window's scored tokens, window by window; see `score_windows` and `Served.hidden_states`."""
     head = plain_head(target.model, windows.ids[0])
     for index in track(range(len(windows.ids)), "scoring the target", unit="window"):
         ids, first = windows.ids[index], windows.first_scored[index]
         context = slice(first - 1, len(ids) - 1)  # the state at t - 1 predicts token t
-        ours, theirs = source.window(index)[context], target.hidden_states(ids)[context]
+        ours, theirs = source.window(index)[context], target.hidden_states(ids, chunk)[context]
         scores = _score_window(ours, source.head, theirs, head, ids[first:])
         _refuse_not_finite(scores.sums, index)
         yield scores

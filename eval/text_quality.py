@@ -24,6 +24,8 @@ from mla_convert.manifests.evaluation.quality import PositionBucket, QualitySect
 
 ALL_TEXTS: Final = "all texts"
 DTYPE: Final = "float32"
+# Tokens of a long window that the target takes at a time: its scores are (H, chunk, T), and nothing to their right.
+LONG_CHUNK: Final = 512
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _score(
             return scores, ()
         # One head for both: it is the largest thing here beside the model.
         long_states = replace(long_states, head=states.head)
-        return scores, tuple(token_scores(long_states, running, long.windows))
+        return scores, tuple(token_scores(long_states, running, long.windows, LONG_CHUNK))
 
 
 def _rows_of(cut: DomainWindows, text: int) -> list[int]:
