@@ -85,7 +85,7 @@ def write_self_text(
             "transformers": metadata.version("transformers"),
         }
     )
-    folder = cache_root() / "self-text" / digest.removeprefix("sha256:")
+    folder = self_text_file(digest).parent
     if not (folder / RECORD).is_file():
         with fill_once(folder) as working:
             _Writer(source.location.folder, tokenizer, chat, settings).write(working, digest)
@@ -93,6 +93,11 @@ def write_self_text(
     written = read_corpus(str(folder / FILE)).documents
     documents = tuple(Document(item.name, item.text, spelled_out=True) for item in written)
     return SelfText(make_corpus(SELF_TEXT, "self", documents), record)
+
+
+def self_text_file(digest: str) -> Path:
+    """Where the text of that digest (see `SelfTextRecord`) is kept; it may have been deleted."""
+    return cache_root() / "self-text" / digest.removeprefix("sha256:") / FILE
 
 
 class _Writer:

@@ -108,8 +108,8 @@ def bootstrap(
     count = len(scores.tokens)
     if count < 2:
         return None
-    resampled = _weighted(scores, _draws(count, seed, resamples))
-    bounds = {name: _interval(values, confidence) for name, values in resampled.items()}
+    weights = draw_weights(count, seed, resamples)
+    bounds = {name: percentiles(values, confidence) for name, values in _weighted(scores, weights).items()}
     return Intervals(**bounds, resamples=resamples, confidence=confidence, seed=seed)
 
 
@@ -131,16 +131,17 @@ def bootstrap_mean(
         None for a single term, whose spread is unknown.
     """
     count = len(values)
-    return None if count < 2 else _interval(_draws(count, seed, resamples) @ values / count, confidence)
+    return None if count < 2 else percentiles(draw_weights(count, seed, resamples) @ values / count, confidence)
 
 
-def _draws(count: int, seed: int, resamples: int) -> Floats:
-    """How often each of `count` is drawn, (R, N)."""
+def draw_weights(count: int, seed: int, resamples: int) -> Floats:
+    """(R, N): how often each of `count` windows is in each resample; every row sums to `count`."""
     weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
     return weights.astype(np.float64)
 
 
-def _interval(values: Floats, confidence: float) -> Interval:
+def percentiles(values: Floats, confidence: float) -> Interval:
+    """The interval that holds the middle `confidence` of (R,) resampled values."""
     tail = (1 - confidence) / 2
     low, high = np.quantile(values, (tail, 1 - tail))
     return Interval(float(low), float(high))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from mla_convert.eval.loading import plain_head
 from mla_convert.eval.serving import Served
 from mla_convert.eval.source_states import SourceStates
 from mla_convert.eval.text import EvalWindows
+from mla_convert.eval.token_scores import TokenScores, score_tokens
 from mla_convert.progress import track
 
 # Elements of one block of float64 logits (32 MB); a block holds whole rows of the vocabulary.
@@ -32,17 +34,23 @@ def score_windows(source: SourceStates, target: Served, windows: EvalWindows) ->
         CheckFailed: If logits are not finite, naming the model and the window.
         InputRefused: If the target's head is more than a matrix product.
     """
+    rows = [(len(scores.kl), *scores.sums.tolist()) for scores in token_scores(source, target, windows)]
+    columns = np.array(rows, dtype=np.float64).T
+    return WindowScores(*columns)
+
+
+def token_scores(
+    source: SourceStates, target: Served, windows: EvalWindows, chunk: int | None = None
+) -> Iterator[TokenScores]:
+    """The scores of each window's scored tokens, window by window; see `score_windows` and `Served.hidden_states`."""
     head = plain_head(target.model, windows.ids[0])
-    rows = []
     for index in track(range(len(windows.ids)), "scoring the target", unit="window"):
         ids, first = windows.ids[index], windows.first_scored[index]
         context = slice(first - 1, len(ids) - 1)  # the state at t - 1 predicts token t
-        ours, theirs = source.window(index)[context], target.hidden_states(ids)[context]
-        sums = _score_window(ours, source.head, theirs, head, ids[first:])
-        _refuse_not_finite(sums, index)
-        rows.append((len(ids) - first, *sums.tolist()))
-    columns = np.array(rows, dtype=np.float64).T
-    return WindowScores(*columns)
+        ours, theirs = source.window(index)[context], target.hidden_states(ids, chunk)[context]
+        scores = _score_window(ours, source.head, theirs, head, ids[first:])
+        _refuse_not_finite(scores.sums, index)
+        yield scores
 
 
 def source_perplexity(source: SourceStates, windows: EvalWindows) -> float:
@@ -51,7 +59,7 @@ def source_perplexity(source: SourceStates, windows: EvalWindows) -> float:
     for index in track(range(len(windows.ids)), "scoring the source", unit="window"):
         ids, first = windows.ids[index], windows.first_scored[index]
         states = source.window(index)[first - 1 : len(ids) - 1]
-        total += float(_score_window(states, source.head, states, source.head, ids[first:])[0])
+        total += float(_score_window(states, source.head, states, source.head, ids[first:]).source_nll.sum())
     return math.exp(total / windows.scored_tokens)
 
 
@@ -67,37 +75,13 @@ def _refuse_not_finite(sums: Tensor, window: int) -> None:
 
 
 @torch.inference_mode()
-def _score_window(source: Tensor, source_head: Tensor, target: Tensor, target_head: Tensor, wanted: Tensor) -> Tensor:
-    """`score_logits` of one window in blocks: (S, D), (V, D), (S, D), (V, D), (S,) -> (4,)."""
+def _score_window(
+    source: Tensor, source_head: Tensor, target: Tensor, target_head: Tensor, wanted: Tensor
+) -> TokenScores:
+    """`score_tokens` of one window in blocks: (S, D), (V, D), (S, D), (V, D), (S,)."""
     block = max(1, BLOCK_ELEMENTS // source_head.shape[0])
-    totals = torch.zeros(4, dtype=torch.float64)
+    parts = []
     for start in range(0, len(wanted), block):
         part = slice(start, start + block)
-        totals += score_logits(source[part] @ source_head.T, target[part] @ target_head.T, wanted[part])
-    return totals
-
-
-def score_logits(source: Tensor, target: Tensor, wanted: Tensor) -> Tensor:
-    """Sums over tokens: source NLL, target NLL, `KL(source ‖ target)`, equal first choices.
-
-    The logarithms are taken in float64: in float32 each row's normaliser is off by about 1e-6, which enters
-    the divergence unsquared and would hide that of a lossless conversion.
-
-    Args:
-        source: (S, V) logits.
-        target: (S, V) logits.
-        wanted: (S,) int64, the tokens that come.
-
-    Returns:
-        (4,) float64.
-    """
-    p, q = source.double().log_softmax(-1), target.double().log_softmax(-1)
-    index = wanted[:, None]
-    return torch.stack(
-        [
-            -p.gather(1, index).sum(),
-            -q.gather(1, index).sum(),
-            (p.exp() * (p - q)).sum(),
-            (source.argmax(-1) == target.argmax(-1)).sum().double(),
-        ]
-    )
+        parts.append(score_tokens(source[part] @ source_head.T, target[part] @ target_head.T, wanted[part]))
+    return TokenScores.join(parts)

@@ -45,13 +45,20 @@ class Served:
     reason: str | None = None
 
     @torch.inference_mode()
-    def hidden_states(self, token_ids: Tensor) -> Tensor:
-        """(T,) token ids -> (T, D) float32: what the output head reads, the last norm included."""
+    def hidden_states(self, token_ids: Tensor, chunk: int | None = None) -> Tensor:
+        """(T,) token ids -> (T, D) float32: what the output head reads, the last norm included.
+
+        Args:
+            token_ids: One sequence.
+            chunk: Tokens that are appended to the latent cache at a time, which bounds the memory of a long sequence;
+                all at once where None. Without a latent cache everything runs at once.
+        """
         if self.handle is None:
             return hidden_states(self.model, token_ids)
         cache = self.handle.new_cache(len(token_ids))
-        states: Tensor = self.model.base_model(input_ids=token_ids[None], cache=cache).last_hidden_state
-        return states[0].float()
+        parts = token_ids.split(len(token_ids) if chunk is None else chunk)
+        states = [self.model.base_model(input_ids=part[None], cache=cache).last_hidden_state[0] for part in parts]
+        return torch.cat(states).float()  # (T, D)
 
     @property
     def receipt(self) -> dict[str, object]:

@@ -122,11 +122,8 @@ def cut_windows(corpora: Sequence[Corpus], tokenizer: Any, plan: WindowPlan) -> 
     Raises:
         InputRefused: If the text is shorter than one window.
     """
-    documents = [document for corpus in corpora for document in corpus.documents]
-    stream: list[int] = []
-    for document in track(documents, "tokenising", unit="document"):
-        stream.extend(tokenizer(document.text, verbose=False)["input_ids"])
-    available = (len(stream) - plan.seq_len) // plan.stride + 1 if len(stream) >= plan.seq_len else 0
+    stream = tokenise(corpora, tokenizer)
+    available = count_windows(len(stream), plan)
     if available == 0:
         raise InputRefused(
             "the text is shorter than one window",
@@ -135,24 +132,52 @@ def cut_windows(corpora: Sequence[Corpus], tokenizer: Any, plan: WindowPlan) -> 
             where=", ".join(corpus.name for corpus in corpora),
             remedy="Give more text or a smaller --seq-len.",
         )
-    starts = [number * plan.stride for number in _choose(available, plan)]
-    later = max(1, plan.seq_len - plan.stride)
-    tokens = torch.tensor(stream, dtype=torch.int64)
+    starts = [number * plan.stride for number in choose_windows(available, plan.max_tokens // plan.seq_len, plan.seed)]
     return EvalWindows(
-        ids=torch.stack([tokens[start : start + plan.seq_len] for start in starts]),
+        ids=slice_windows(stream, starts, plan.seq_len),
         starts=tuple(starts),
-        first_scored=tuple(1 if start == 0 else later for start in starts),
-        added_ids=tuple(tokenizer("", verbose=False)["input_ids"]),
+        first_scored=tuple(first_scored(start, plan) for start in starts),
+        added_ids=added_tokens(tokenizer),
         text_tokens=len(stream),
     )
 
 
-def _choose(available: int, plan: WindowPlan) -> list[int]:
-    wanted = plan.max_tokens // plan.seq_len
+def tokenise(corpora: Sequence[Corpus], tokenizer: Any) -> list[int]:
+    """Tokens of all documents in order, each opened as the tokenizer opens it."""
+    documents = [document for corpus in corpora for document in corpus.documents]
+    stream: list[int] = []
+    for document in track(documents, "tokenising", unit="document"):
+        stream.extend(tokenizer(document.text, verbose=False)["input_ids"])
+    return stream
+
+
+def added_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """What the tokenizer adds to each document by itself."""
+    return tuple(tokenizer("", verbose=False)["input_ids"])
+
+
+def count_windows(tokens: int, plan: WindowPlan) -> int:
+    """Whole windows that so many tokens hold."""
+    return (tokens - plan.seq_len) // plan.stride + 1 if tokens >= plan.seq_len else 0
+
+
+def choose_windows(available: int, wanted: int, seed: int) -> list[int]:
+    """Numbers of `wanted` windows, or of all where there are no more, ascending; the seed decides which."""
     if available <= wanted:
         return list(range(available))
-    order = torch.randperm(available, generator=torch.Generator().manual_seed(plan.seed))
+    order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
     return sorted(order[:wanted].tolist())
+
+
+def slice_windows(stream: Sequence[int], starts: Sequence[int], length: int) -> Tensor:
+    """(N, T) int64 slices of a stream of tokens."""
+    tokens = torch.tensor(stream, dtype=torch.int64)
+    return torch.stack([tokens[start : start + length] for start in starts])
+
+
+def first_scored(start: int, plan: WindowPlan) -> int:
+    """Index of the first token that the window at `start` scores, see `cut_windows`."""
+    return 1 if start == 0 else max(1, plan.seq_len - plan.stride)
 
 
 @dataclass(frozen=True)

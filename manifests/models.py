@@ -218,7 +218,7 @@ def parse(text: str) -> ConversionManifest:
         ValueError: Not JSON, a key written twice, an unknown schema version, or (as pydantic's
             `ValidationError`, with one entry per fault) a field that is missing, unknown or wrong.
     """
-    raw = json.loads(text, object_pairs_hook=_no_repeats)
+    raw = json.loads(text, object_pairs_hook=refuse_repeats)
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema_version: expected {SCHEMA_VERSION!r}, found {version!r}")
@@ -249,8 +249,12 @@ def faults(error: Exception) -> tuple[str, ...]:
     return (str(error) or type(error).__name__,)
 
 
-def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    # Readers differ in which of two equal keys they take, so such a text has no single meaning.
+def refuse_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object of its pairs, as a hook of `json.loads`.
+
+    Raises:
+        ValueError: A key is written twice; readers differ in which they take, so such a text has no single meaning.
+    """
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError(f"a key is written twice among {sorted(key for key, _ in pairs)}")

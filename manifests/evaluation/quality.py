@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from mla_convert.manifests.evaluation.figure import Figure, Resampling
-from mla_convert.manifests.record import Record, Sha256Hex
+from mla_convert.manifests.record import Digest, Record, Sha256Hex
 
 
 class TextQuality(Record):
@@ -30,7 +30,7 @@ class TextQuality(Record):
 
 
 class PositionBucket(Record):
-    """Tokens at positions `first` to `last` of their window (0 is the window's first token)."""
+    """Tokens at positions `first` to `last` of their window; 0, the window's first token, is never scored."""
 
     first: int = Field(ge=0)
     last: int = Field(ge=0)
@@ -42,10 +42,14 @@ class PositionBucket(Record):
 
 
 class WindowSums(Record):
-    """Sums over the scored tokens of each window, for paired comparison later."""
+    """Sums over the scored tokens of one window, for paired comparison later.
+
+    `start` counts tokens of the window's text; `ids_digest` is that of the window's token ids as a JSON list.
+    """
 
     text: str
     start: int = Field(ge=0)
+    ids_digest: Digest
     tokens: int = Field(gt=0)
     source_nll: float
     target_nll: float
@@ -55,7 +59,10 @@ class WindowSums(Record):
 
 
 class QualitySection(Record):
-    """Quality of the reloaded files; `long_context` is empty where no text is long enough."""
+    """Quality of the reloaded files, each window within one text.
+
+    `long_context` is from windows of `long_seq_len`, empty where no text is long enough or windows are as long anyway.
+    """
 
     dtype: str
     seq_len: int = Field(gt=1)

@@ -29,7 +29,10 @@ class ComparedFiles(Record):
 
 
 class OverlapRecord(Record):
-    """Text that calibration or training has seen as well: a whole document, its name, or n-grams of its words."""
+    """Text that calibration or training has seen as well: a whole document, its name, or n-grams of its words.
+
+    `share` is 1 for the same text, 0 for the same name alone, else the share of the document's n-grams.
+    """
 
     document: str
     by: Literal["text", "name", "n-gram"]
@@ -82,12 +85,16 @@ class PartTime(Record):
 
 
 class EvaluationReceipt(Record):
-    """One run of the suite; a part that was not asked for is None."""
+    """One run of the suite; a part that was not asked for is None.
+
+    `overlap_unchecked` names calibration texts whose words could not be had for comparison, each with the reason.
+    """
 
     schema_version: Literal["mla-convert/evaluation-receipt/v1"] = EVALUATION_SCHEMA
     compared: ComparedFiles
     conditions: Conditions
     overlap: tuple[OverlapRecord, ...]
+    overlap_unchecked: tuple[str, ...] = ()
     ladder: LadderSection | None
     decomposition: DecompositionSection | None
     quality: QualitySection | None

@@ -14,9 +14,10 @@ from torch import Tensor
 from mla_convert.decode.receipt import ReceiptBook
 from mla_convert.errors import CheckFailed
 from mla_convert.eval import quality
-from mla_convert.eval.quality import score_logits, score_windows
+from mla_convert.eval.quality import score_windows
 from mla_convert.eval.serving import STOCK, Served
 from mla_convert.eval.source_states import SourceStates, source_states
+from mla_convert.eval.token_scores import score_tokens
 from tests.eval.helpers import EvalPair
 from tests.tolerances import FLOAT64_ALGEBRA, LOSSLESS_KL, WINDOW_SCORES
 
@@ -44,7 +45,7 @@ def test_scores_equal_the_oracle(tokens: int, vocabulary: int, seed: int) -> Non
     source, target = (torch.randn(tokens, vocabulary, generator=generator) * 4 for _ in range(2))
     wanted = torch.randint(vocabulary, (tokens,), generator=generator)
 
-    found = score_logits(source, target, wanted).tolist()
+    found = score_tokens(source, target, wanted).sums.tolist()
 
     assert found == pytest.approx(oracle(source, target, wanted), rel=FLOAT64_ALGEBRA, abs=FLOAT64_ALGEBRA)
     assert found[2] >= 0
@@ -52,7 +53,7 @@ def test_scores_equal_the_oracle(tokens: int, vocabulary: int, seed: int) -> Non
 
 def test_a_shift_of_all_logits_is_no_difference() -> None:
     logits = torch.randn(4, 50_000) * 8
-    kl = float(score_logits(logits, logits + 3, torch.zeros(4, dtype=torch.int64))[2])
+    kl = float(score_tokens(logits, logits + 3, torch.zeros(4, dtype=torch.int64)).sums[2])
 
     assert abs(kl) < LOSSLESS_KL
 

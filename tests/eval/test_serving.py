@@ -77,6 +77,21 @@ def test_whole_windows_can_be_read_from_the_pages(converted: Path, backend: str)
     assert torch.equal(hidden_states(model, ids), expected)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_a_window_in_chunks_gives_the_states_of_the_whole(converted: Path, chunk: int) -> None:
+    model = load_model(converted)
+    ids = torch.randint(3, 90, (29,))
+    whole = hidden_states(model, ids)
+    with served(model, "auto", from_pages=True) as running:
+        in_chunks = running.hidden_states(ids, chunk)
+    with served(model, "stock") as running:
+        stock = running.hidden_states(ids, chunk)
+
+    assert in_chunks.shape == whole.shape
+    assert float((in_chunks - whole).abs().max() / whole.abs().max()) < FLOAT32_ATTENTION
+    assert torch.equal(stock, whole)
+
+
 def test_evaluation_says_what_the_target_ran_on(converted: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Some words about nothing in particular. " * 60)
