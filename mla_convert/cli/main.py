@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, str] = {
     "convert": "mla_convert.cli.convert",
     "verify": "mla_convert.cli.verify",
     "eval": "mla_convert.cli.eval",
+    "report": "mla_convert.cli.report",
     "generate": "mla_convert.cli.generate",
     "ledger": "mla_convert.cli.ledger",
     "bench": "mla_convert.cli.bench",
