@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,9 @@ class Chart:
 
     def inline(self) -> Markup:
         """The chart as an `svg` element for the page; what it is labelled with, matplotlib has escaped."""
-        with _style("none"):
+        with _style("none"), warnings.catch_warnings():
+            # The browser has fonts for what DejaVu lacks.
+            warnings.filterwarnings("ignore", message="Glyph .* missing")
             return Markup(_inlined(self, _saved(self, "svg")))
 
     def write(self, folder: Path, kind: ImageFormat) -> Path:

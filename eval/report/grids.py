@@ -12,12 +12,14 @@ from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from mla_convert.eval.report.chart import COLOUR_STEPS, FAULT, GRID, MUTED, SURFACE
+from mla_convert.eval.report.chart import COLOUR_STEPS, FAULT, GRID, INK, SURFACE
 
 COLOURS: Final = colormaps["viridis"].resampled(COLOUR_STEPS)
 _DARK_BELOW = 0.55
 _DECADE = 10.0
+_FEW_DECADES = 2
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,19 @@ def draw_grid(axes: Any, grid: Grid, scale: Normalize | None) -> None:
 def add_colour_bar(figure: Any, axes: Any, scale: Normalize | None, label: str) -> None:
     """The scale beside the cells."""
     if scale is not None:
-        bar = figure.colorbar(ScalarMappable(scale, COLOURS), ax=axes, label=label, pad=0.01, fraction=0.05, aspect=12)
+        bar = figure.colorbar(ScalarMappable(scale, COLOURS), ax=axes, label=label, pad=0.01, fraction=0.05, aspect=28)
+        if isinstance(scale, LogNorm):
+            plain_log_ticks(bar.ax.yaxis, float(scale.vmin or 1), float(scale.vmax or 1))
         bar.outline.set_visible(False)
         bar.ax.grid(visible=False)
+
+
+def plain_log_ticks(axis: Any, low: float, high: float) -> None:
+    """Ticks of a logarithmic axis as plain numbers, with some between powers of ten where there are few of those."""
+    few = high < low * _DECADE**_FEW_DECADES
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_cell(axes: Any, grid: Grid, scale: Normalize | None, place: tuple[int, int], value: float) -> None:
@@ -102,7 +114,7 @@ def _draw_cell(axes: Any, grid: Grid, scale: Normalize | None, place: tuple[int,
         Rectangle((j - 0.5, i - 0.5), 1, 1, facecolor=face, edgecolor=SURFACE, linewidth=0.5, hatch=hatch),
     )
     if grid.texts:
-        ink = MUTED if not coloured else "#ffffff" if share < _DARK_BELOW else "#000000"
+        ink = INK if not coloured else "#ffffff" if share < _DARK_BELOW else "#000000"
         axes.text(j, i, grid.texts[i][j], ha="center", va="center", color=ink, fontsize=8)
     if place in grid.marked:
         axes.plot(j, i, marker="X", color=FAULT, markeredgecolor=SURFACE, markersize=9, linestyle="none")

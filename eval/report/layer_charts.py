@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, Normalize
+from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.ticker import MaxNLocator
 
-from mla_convert.eval.report.chart import COLOUR_STEPS, TARGET, Chart
-from mla_convert.eval.report.grids import COLOURS, Grid, add_colour_bar, draw_grid, log_scale
+from mla_convert.eval.report.chart import FAULT, SOURCE, TARGET, THIRD, Chart
+from mla_convert.eval.report.grids import COLOURS, Grid, add_colour_bar, draw_grid, log_scale, plain_log_ticks
 from mla_convert.eval.report.table import Cell, row, table
 from mla_convert.eval.report.words import number
 from mla_convert.manifests.evaluation.ladder import LadderSection, LayerLadder
@@ -20,7 +21,9 @@ from mla_convert.manifests.models import ConversionManifest
 
 WIDTH = 9.0
 _FEW = 3
-_LEGIBLE_COUNTS = 10
+# The middle of the map: its ends vanish on a dark or on a light page.
+LINE_COLOURS: Final = ListedColormap(COLOURS([0.32 + 0.5 * step / 47 for step in range(48)]))
+COUNT_COLOURS: Final = (SOURCE, TARGET, THIRD, FAULT)
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def _draw_spectra(figure: Any, axes: Any, layers: Sequence[LayerReceipt]) -> Non
         axes.plot(
             range(1, len(shares) + 1),
             [share if share > 0 else None for share in shares],
-            color=COLOURS(scale(layer.index)),
+            color=LINE_COLOURS(scale(layer.index)),
             linewidth=1.1,
             marker="." if len(shares) <= _FEW else None,
         )
@@ -178,6 +181,7 @@ def _draw_spectra(figure: Any, axes: Any, layers: Sequence[LayerReceipt]) -> Non
         axes.axvline(rank, color=TARGET, linestyle="--", linewidth=1.2 if len(ranks) <= _FEW else 0.6)
     if smallest:
         axes.set_yscale("log")
+        plain_log_ticks(axes.yaxis, min(smallest), 1)
     axes.set_xlim(left=0)
     axes.set_xlabel("index of the singular value")
     axes.set_ylabel("share of the layer's first")
@@ -191,7 +195,7 @@ def _layer_scale(layers: Sequence[LayerReceipt]) -> Normalize:
 
 def _layer_bar(figure: Any, axes: Any, layers: Sequence[LayerReceipt]) -> None:
     if len(layers) > 1:
-        bar = figure.colorbar(ScalarMappable(_layer_scale(layers), COLOURS), ax=axes, label="layer", pad=0.01)
+        bar = figure.colorbar(ScalarMappable(_layer_scale(layers), LINE_COLOURS), ax=axes, label="layer", pad=0.01)
         bar.outline.set_visible(False)
         bar.ax.grid(visible=False)
 
@@ -230,23 +234,22 @@ def rope_chart(manifest: ConversionManifest) -> Chart | None:
 
 def _draw_slots(figure: Any, counts: dict[tuple[int, float], int]) -> None:
     axes: Any = figure.add_subplot()
-    layers = [layer for layer, _ in counts]
-    most = max(counts.values(), default=1)
-    scale = BoundaryNorm([count - 0.5 for count in range(1, most + 2)], COLOUR_STEPS)
-    axes.scatter(
-        layers,
-        [frequency for _, frequency in counts],
-        c=[COLOURS(scale(count)) for count in counts.values()],
-        marker="_" if len(set(layers)) > 1 else "o",
-        s=60,
-        linewidths=2.4,
-    )
+    most = len(COUNT_COLOURS)
+    for count in sorted({min(count, most) for count in counts.values()}):
+        places = [place for place, found in counts.items() if min(found, most) == count]
+        name = f"{count}{' or more' if count == most else ''} {'slot' if count == 1 else 'slots'}"
+        layers, frequencies = zip(*places, strict=True)
+        axes.plot(
+            layers, frequencies, color=COUNT_COLOURS[count - 1], marker="s", markersize=4, linestyle="none", label=name
+        )
     if counts:
         axes.set_yscale("log")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+        turning = [frequency for _, frequency in counts]
+        plain_log_ticks(axes.yaxis, min(turning), max(turning))
+        figure.legend(loc="outside upper left", ncols=most)
+    indices = [layer for layer, _ in counts]
+    if indices:
+        axes.set_xlim(min(indices) - 1, max(indices) + 1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layer")
     axes.set_ylabel("frequency, radians per token")
-    if most > 1:
-        bar = figure.colorbar(ScalarMappable(scale, COLOURS), ax=axes, label="slots of one frequency", pad=0.01)
-        bar.set_ticks(range(1, most + 1, max(1, most // _LEGIBLE_COUNTS)))
-        bar.outline.set_visible(False)

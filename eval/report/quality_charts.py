@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mla_convert.eval.report.chart import MUTED, SOURCE, TARGET, THIRD, Chart
+from mla_convert.eval.report.grids import plain_log_ticks
 from mla_convert.eval.report.table import Table, figure_columns, row, table
 from mla_convert.eval.report.words import interval, number, short
 from mla_convert.manifests.evaluation.figure import Figure
@@ -13,6 +14,8 @@ from mla_convert.manifests.evaluation.ladder import Drift
 from mla_convert.manifests.evaluation.quality import PositionBucket, QualitySection, TextQuality
 
 WIDTH = 9.0
+# Where a bucket of the first position alone is drawn: a logarithmic axis has no place for 0.
+_FIRST = 0.5
 
 
 def domain_chart(quality: QualitySection) -> Chart:
@@ -72,8 +75,8 @@ def position_chart(quality: QualitySection) -> Chart:
         top.axhline(1, color=MUTED, linestyle=":", linewidth=1)
         top.set_ylabel("perplexity ratio")
         bottom.set_ylabel("KL, nats")
-        bottom.set_xscale("symlog", base=2, linthresh=16)
-        bottom.xaxis.set_major_formatter("{x:.0f}")
+        bottom.set_xscale("log", base=2)
+        bottom.xaxis.set_major_formatter("{x:g}")
         bottom.set_xlabel("position in the window")
         top.legend(loc="best")
 
@@ -100,7 +103,7 @@ def _bucket_cells(name: str, bucket: PositionBucket) -> list[str | int | float |
 
 
 def _band(axes: Any, buckets: Sequence[PositionBucket], figures: Sequence[Figure], name: str, colour: str) -> None:
-    middles = [(bucket.first + bucket.last) / 2 for bucket in buckets]
+    middles = [max(_FIRST, (bucket.first + bucket.last) / 2) for bucket in buckets]
     values = [figure.value for figure in figures]
     axes.plot(middles, values, color=colour, marker="o", markersize=4, label=name)
     low = [figure.value if figure.low is None else figure.low for figure in figures]
@@ -140,6 +143,7 @@ def drift_chart(drift: Drift) -> Chart:
         axes.axhline(drift.one_pass_kl, color=THIRD, linestyle="--", label="mean in one pass without a cache")
         if logarithmic:
             axes.set_yscale("log")
+            plain_log_ticks(axes.yaxis, min(positive), max(positive))
         axes.set_xlabel(f"decode step after a prefill of {drift.prefill:,} tokens")
         axes.set_ylabel("KL, nats")
         figure.legend(loc="outside upper left", ncols=3)

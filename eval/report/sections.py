@@ -131,12 +131,12 @@ def _faults(given: ReportInput) -> Section:
         )
         for finding in ladder.findings
     ]
-    made = table("Faults", ["stage", "layer", "what", "measured", "allowed"], rows)
+    made = table("What was found", ["stage", "layer", "what", "measured", "allowed"], rows)
     return Section("faults", "Faults", tables=(made,))
 
 
 def _layers(given: ReportInput) -> Section:
-    heading = "Error by layer and stage"
+    heading = "Layers"
     ladder = None if given.receipt is None else given.receipt.ladder
     if ladder is None:
         words = (_not_run(given, "the ladder"),)
@@ -166,8 +166,8 @@ def _layers(given: ReportInput) -> Section:
 def _spectra(given: ReportInput) -> Section:
     chart = spectra_chart(given.manifest)
     if chart is None:
-        return Section("spectra-section", "Spectra", missing="The manifest holds no singular values.")
-    return Section("spectra-section", "Singular values and the chosen rank", charts=(chart,))
+        return Section("spectra-section", "Singular values", missing="The manifest holds no singular values.")
+    return Section("spectra-section", "Singular values", charts=(chart,))
 
 
 def _rope(given: ReportInput) -> Section:
@@ -190,11 +190,11 @@ def _quality(given: ReportInput) -> Section:
         f"Windows of {quality.seq_len:,} tokens, stride {quality.stride:,}, BOS {quality.bos_policy}, {quality.dtype}.",
         f"Intervals hold {percent(resampling.confidence)} of {drawn}.",
     )
-    return Section("quality", "Quality by position and domain", words=words, charts=tuple(charts))
+    return Section("quality", "Quality", words=words, charts=tuple(charts))
 
 
 def _tasks(given: ReportInput) -> Section:
-    heading = "Position and retrieval tasks"
+    heading = "Tasks"
     tasks = None if given.receipt is None else given.receipt.tasks
     if tasks is None:
         return Section("tasks", heading, missing=_not_run(given, "the tasks part"))
@@ -231,12 +231,12 @@ def _generation(given: ReportInput) -> Section:
 def _drift(given: ReportInput) -> Section:
     ladder = None if given.receipt is None else given.receipt.ladder
     if ladder is None or not ladder.drift.kl:
-        return Section("drift-section", "Drift", missing=_not_run(given, "repeated decoding"))
-    return Section("drift-section", "Drift over decode steps", charts=(drift_chart(ladder.drift),))
+        return Section("drift-section", "Repeated decoding", missing=_not_run(given, "repeated decoding"))
+    return Section("drift-section", "Repeated decoding", charts=(drift_chart(ladder.drift),))
 
 
 def _decomposition(given: ReportInput) -> Section:
-    heading = "Where the error comes from"
+    heading = "Error decomposition"
     part = None if given.receipt is None else given.receipt.decomposition
     if part is None or not part.parts:
         return Section("decomposition-section", heading, missing=_not_run(given, "the decomposition"))
@@ -251,7 +251,7 @@ def _systems(given: ReportInput) -> Section:
     fell_back = f"{ran.fallbacks:,} fell back, {ran.unobserved_fallbacks:,} of them unobserved"
     bars = f"{objective.ttft_s:.4g} s to the first token and {objective.tpot_s:.4g} s for each further one"
     words = [
-        f"{systems.device}, {systems.threads} threads, {systems.dtype}.",
+        f"{systems.device}, threads: {systems.threads}, {systems.dtype}.",
         f"Asked for {ran.requested}, ran {ran.ran}: {ran.calls:,} calls, {fell_back}.",
         f"Goodput counts requests within {bars}: {objective.rule}",
         *(f"Not used: {reason}" for reason in ran.rejected),
@@ -294,7 +294,7 @@ def _gates(given: ReportInput) -> Section:
         )
         for gate in given.receipt.gates
     ]
-    made = table("Gates", ["figure", "at least", "at most", "measured", "result"], rows)
+    made = table("Bars and what was measured", ["figure", "at least", "at most", "measured", "result"], rows)
     return Section("gates", "Gates", tables=(made,))
 
 

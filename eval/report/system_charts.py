@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from mla_convert.eval.report.chart import GRID, MUTED, SOURCE, TARGET, THIRD, Chart
 from mla_convert.eval.report.frontier_file import FrontierFile, FrontierPoint
+from mla_convert.eval.report.grids import plain_log_ticks
 from mla_convert.eval.report.table import Row, Table, row, table
 from mla_convert.eval.report.words import bytes_text, number, short
 from mla_convert.manifests.evaluation.ladder import DecompositionSection
@@ -43,6 +44,7 @@ def decomposition_chart(section: DecompositionSection) -> Chart:
         if measured:
             axes.set_xscale("log")
             axes.set_xlim(min(measured) / 10, max(measured) * 10)
+            plain_log_ticks(axes.xaxis, *axes.get_xlim())
         for place, part in enumerate(parts):
             if part.error:
                 axes.barh(place, part.error, color=TARGET, height=0.6)
@@ -183,6 +185,7 @@ def frontier_chart(frontier: FrontierFile) -> Chart:
         )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        plain_log_ticks(axes.yaxis, *axes.get_ylim())
         sizes = sorted({frontier.source.bytes_per_token, *(point.bytes_per_token for point in points)})
         axes.set_xticks(sizes, labels=[bytes_text(size) for size in sizes], fontsize=8)
         axes.minorticks_off()

@@ -63,7 +63,7 @@ def needle_chart(tasks: TasksSection) -> Chart | None:
 def task_table(tasks: TasksSection, *, needle: bool) -> Table | None:
     """Every cell that no chart shows; None where there is none."""
     cells = [cell for cell in tasks.cells if cell.task != "needle" or cell.depth is None or needle]
-    return table("Tasks", COLUMNS, map(task_row, cells)) if cells else None
+    return table("Position and retrieval tasks", COLUMNS, map(task_row, cells)) if cells else None
 
 
 def task_row(cell: TaskCell) -> Row:
