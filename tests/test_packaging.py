@@ -73,6 +73,9 @@ def test_the_wheel_holds_every_module_once_and_every_data_file(wheel: Path) -> N
     expected |= {
         f"mla_convert/manifests/schemas/{path.name}" for path in (ROOT / "manifests" / "schemas").glob("*.json")
     }
+    expected |= {
+        f"mla_convert/eval/report/templates/{path.name}" for path in (ROOT / "eval" / "report" / "templates").iterdir()
+    }
     with zipfile.ZipFile(wheel) as archive:
         held = [name for name in archive.namelist() if ".dist-info/" not in name]
         licences = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]

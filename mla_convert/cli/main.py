@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = {
     "verify": "mla_convert.cli.verify",
     "eval": "mla_convert.cli.eval",
     "harness": "mla_convert.cli.harness",
+    "report": "mla_convert.cli.report",
     "generate": "mla_convert.cli.generate",
     "ledger": "mla_convert.cli.ledger",
     "bench": "mla_convert.cli.bench",
