@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,14 +18,12 @@ from mla_convert.eval.bootstrap import (
     percentiles,
 )
 from mla_convert.manifests.evaluation.quality import QualitySection, WindowSums
-from mla_convert.manifests.evaluation.receipt import RECEIPT_PREFIX, EvaluationReceipt
-from mla_convert.manifests.models import faults, refuse_repeats
+from mla_convert.manifests.evaluation.receipt import EvaluationReceipt
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 ALL_TEXTS = "all texts"
-RECEIPT_FOLDER = "receipts"
 FigureName = Literal["ratio", "kl", "top1"]
 Verdict = Literal["A is better", "B is better", "no real difference", "too few windows"]
 LABELS: dict[FigureName, str] = {"ratio": "ppl ratio", "kl": "KL, nats", "top1": "top-1"}
@@ -187,43 +183,6 @@ def windows_needed(confidence: float) -> int:
     while 2.0 ** (1 - count) > 1 - confidence:
         count += 1
     return count
-
-
-def load_receipt(path: Path) -> EvaluationReceipt:
-    """Read an evaluation receipt from its file, or the newest of a converted folder.
-
-    The newest is the one whose run began last by its own record, since copies do not keep the times of files.
-
-    Args:
-        path: A receipt, a folder of them, or a converted folder with `receipts/`.
-
-    Raises:
-        InputRefused: If there is none, or one is not a valid receipt.
-    """
-    if not path.is_dir():
-        return _read(path)
-    inner = path / RECEIPT_FOLDER
-    folder = inner if inner.is_dir() else path
-    files = sorted(folder.glob(f"{RECEIPT_PREFIX}*.json"))
-    if not files:
-        raise InputRefused(
-            "no evaluation receipt",
-            expected=f"{RECEIPT_FOLDER}/{RECEIPT_PREFIX}*.json",
-            where=str(path),
-            remedy="mla-convert eval writes one.",
-        )
-    return max((_read(file) for file in files), key=lambda receipt: receipt.environment.started)
-
-
-def _read(file: Path) -> EvaluationReceipt:
-    try:
-        text = file.read_text(encoding="utf-8")
-        json.loads(text, object_pairs_hook=refuse_repeats)
-        return EvaluationReceipt.model_validate_json(text)
-    except OSError as error:
-        raise InputRefused("no readable receipt", where=str(file), found=error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise InputRefused("not a valid evaluation receipt", where=str(file), found=faults(error)[0]) from error
 
 
 def _quality(receipt: EvaluationReceipt, label: str) -> QualitySection:

@@ -249,11 +249,14 @@ def _systems(given: ReportInput) -> Section:
         return Section("systems", "Cache and speed", missing=_not_run(given, "the systems part"))
     ran, objective = systems.dispatch, systems.objective
     fell_back = f"{ran.fallbacks:,} fell back, {ran.unobserved_fallbacks:,} of them unobserved"
-    bars = f"{objective.ttft_s:.4g} s to the first token and {objective.tpot_s:.4g} s for each further one"
+    limits = "; ".join(
+        f"{limit.prompt_tokens:,} tokens: {limit.ttft_s:.4g} s to the first, {limit.tpot_s:.4g} s for each further"
+        for limit in objective.limits
+    )
     words = [
         f"{systems.device}, threads: {systems.threads}, {systems.dtype}.",
         f"Asked for {ran.requested}, ran {ran.ran}: {ran.calls:,} calls, {fell_back}.",
-        f"Goodput counts requests within {bars}: {objective.rule}",
+        f"Goodput counts requests within the objective: {objective.rule}" + (f" ({limits})" if limits else ""),
         *(f"Not used: {reason}" for reason in ran.rejected),
     ]
     if systems.withheld is not None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from mla_convert.errors import InputRefused
 from mla_convert.manifests.digest import leaves
 from mla_convert.manifests.evaluation.receipt import RECEIPT_PREFIX, EvaluationReceipt
-from mla_convert.manifests.models import faults
+from mla_convert.manifests.models import faults, refuse_repeats
 
 RECEIPTS_FOLDER = "receipts"
 
@@ -42,8 +42,9 @@ def read_receipt(path: Path) -> ReceiptFile:
     except OSError as error:
         raise InputRefused("no readable evaluation receipt", where=str(path), found=str(error)) from error
     try:
+        json.loads(content, object_pairs_hook=refuse_repeats)
         receipt = EvaluationReceipt.model_validate_json(content)
-    except ValidationError as error:
+    except (ValueError, RecursionError) as error:
         first, *more = faults(error)
         found = f"{first}, and {len(more)} more" if more else first
         raise InputRefused("not a valid evaluation receipt", where=str(path), found=found) from error
@@ -85,5 +86,32 @@ def newest_receipt(folder: Path, manifest_sha256: str) -> ReceiptFile | None:
     own = [file for file in read if file.receipt.compared.manifest_sha256 == manifest_sha256]
     if read and not own:
         return read_receipt_of(read[-1].path, manifest_sha256)
-    # Names tell apart those of one second.
-    return max(own, key=lambda file: (file.receipt.environment.started, file.path.name), default=None)
+    return _newest(own) if own else None
+
+
+def load_receipt(path: Path) -> EvaluationReceipt:
+    """Read an evaluation receipt from its file, or the newest of a folder.
+
+    Args:
+        path: A receipt, a folder of them, or a converted folder with `receipts/`.
+
+    Raises:
+        InputRefused: If there is none, or one is not a valid receipt.
+    """
+    if not path.is_dir():
+        return read_receipt(path).receipt
+    inner = path / RECEIPTS_FOLDER
+    files = sorted((inner if inner.is_dir() else path).glob(f"{RECEIPT_PREFIX}*.json"))
+    if not files:
+        raise InputRefused(
+            "no evaluation receipt",
+            expected=f"{RECEIPTS_FOLDER}/{RECEIPT_PREFIX}*.json",
+            where=str(path),
+            remedy="mla-convert eval with --suite writes one.",
+        )
+    return _newest(map(read_receipt, files)).receipt
+
+
+def _newest(files: Iterable[ReceiptFile]) -> ReceiptFile:
+    """The one whose run began last by its own record; copies do not keep the times of files, names tell apart ties."""
+    return max(files, key=lambda file: (file.receipt.environment.started, file.path.name))

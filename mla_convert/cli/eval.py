@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mla_convert.cli.common import Backend, Debug, JsonFlag, Seed, run_command
+from mla_convert.cli.common import Backend, CommandResult, Debug, JsonFlag, Seed, run_command
+from mla_convert.cli.eval_suite import SuiteResult
+from mla_convert.errors import UsageFault
 from mla_convert.eval import defaults
 
 if TYPE_CHECKING:
@@ -22,24 +24,56 @@ HELP = (
     "Compare a converted folder with its source on held-out text: perplexity with bootstrap intervals, "
     "KL divergence, top-1 agreement, and cache bytes per token counted in the live cache. "
     "Both are loaded from their files and run in float32, the source by stock transformers, the converted folder from "
-    "the pages of its latent cache."
+    "the pages of its latent cache. "
+    "With --suite: every layer against the source's, decoding step by step, each text by itself, retrieval tasks, "
+    "generation and speed, with a receipt in OUT/receipts; the exit code is 3 for a fault, a failed gate or withheld "
+    "figures."
 )
 EXAMPLES = """
 mla-convert eval OUT --source SOURCE --text heldout.jsonl
 mla-convert eval OUT --source SOURCE --text books/ --text notes.txt --max-tokens 65536 --seq-len 1024
 mla-convert eval OUT --source SOURCE --text heldout.jsonl --stride 256 --json
+mla-convert eval OUT --source SOURCE --text wiki.jsonl --text code/ --suite quick --gates bars.yaml --strict
+mla-convert eval OUT --source SOURCE --text wiki.jsonl --suite full --part ladder --part quality
+mla-convert eval --compare OUT_A OUT_B
 """
 
 
 def command(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Converted folder.")],
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Converted folder.", show_default=False)] = None,
     source: Annotated[
-        str, typer.Option(metavar="SOURCE", help="What it was converted from: folder, GGUF file or Hub id.")
-    ],
+        str | None, typer.Option(metavar="SOURCE", help="What it was converted from: folder, GGUF file or Hub id.")
+    ] = None,
     text: Annotated[
-        list[str],
-        typer.Option(metavar="PATH", help="Text file, JSONL, folder of them, or datasets:NAME. Can be repeated."),
-    ],
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Text file, JSONL, folder of them, or datasets:NAME. Can be repeated; in a suite each is a domain.",
+        ),
+    ] = None,
+    suite: Annotated[
+        Literal["quick", "full"] | None, typer.Option(help="Run the whole suite, in minutes or in some twenty.")
+    ] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only this part of the suite: ladder, decomposition, quality, tasks, generation or systems. "
+            "Can be repeated.",
+        ),
+    ] = None,
+    gates: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML of bars that the suite must meet; see docs/evaluation.md.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse text that shares runs of 13 words with calibration text.")
+    ] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="A B", help="Say which differences of two suites' receipts are real, and do nothing else."
+        ),
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=2, help="Most tokens through each model; a seeded sample of windows beyond.")
     ] = defaults.MAX_TOKENS,
@@ -63,7 +97,18 @@ def command(
 ) -> None:
     """Evaluate `out` against `source`."""
 
-    def body() -> EvalResult:
+    def body() -> CommandResult:
+        if compare is not None:
+            if out is not None or source is not None or text or suite:
+                raise UsageFault("--compare reads two receipts and takes no OUT, --source, --text or --suite")
+            return _compared(*compare, seed)
+        if out is None or source is None or not text:
+            missing = [n for n, given in (("OUT", out), ("--source", source), ("--text", text)) if not given]
+            raise UsageFault(
+                "something to evaluate is missing", expected="OUT, --source and --text", found=_no(missing)
+            )
+        if suite is None and (part or gates or strict):
+            raise UsageFault("--part, --gates and --strict belong to a suite", expected="--suite quick or full")
         from mla_convert.eval.evaluate import EvalOptions, evaluate
 
         options = EvalOptions(
@@ -75,9 +120,28 @@ def command(
             allow_overlap=allow_overlap,
             text_field=text_field,
         )
-        return EvalResult(evaluate(out, source, text, options))
+        if suite is None:
+            return EvalResult(evaluate(out, source, text, options))
+        from mla_convert.eval.gates import load_gates
+        from mla_convert.eval.suite import PARTS, SuiteRequest, run_suite, write_receipt
+
+        bars = () if gates is None else load_gates(gates)
+        names = tuple(part) if part else tuple(PARTS)
+        receipt = run_suite(SuiteRequest(out, source, tuple(text), options, suite, names, bars, strict))
+        return SuiteResult(receipt, write_receipt(receipt, out))
 
     run_command(json_output, body, debug=debug)
+
+
+def _no(missing: list[str]) -> str:
+    return "no " + ", no ".join(missing)
+
+
+def _compared(a: Path, b: Path, seed: int) -> CommandResult:
+    from mla_convert.eval.compare import compare_receipts
+    from mla_convert.manifests.evaluation.reading import load_receipt
+
+    return compare_receipts(load_receipt(a), load_receipt(b), seed)
 
 
 @dataclass(frozen=True)

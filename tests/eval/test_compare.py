@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from mla_convert.errors import InputRefused
-from mla_convert.eval.compare import Comparison, Difference, compare_receipts, load_receipt, windows_needed
+from mla_convert.eval.compare import Comparison, Difference, compare_receipts, windows_needed
 from mla_convert.manifests.evaluation.quality import WindowSums
+from mla_convert.manifests.evaluation.reading import load_receipt
 from mla_convert.manifests.evaluation.receipt import EvaluationReceipt
 from tests.eval.receipts import quality_section, receipt, window
 from tests.tolerances import FLOAT64_ALGEBRA
@@ -210,5 +211,5 @@ class TestLoading:
         assert len(str(caught.value).splitlines()) == 1
 
     def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(InputRefused, match="no readable receipt"):
+        with pytest.raises(InputRefused, match="no readable evaluation receipt"):
             load_receipt(tmp_path / "eval-x.json")
