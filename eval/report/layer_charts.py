@@ -85,7 +85,6 @@ def conversion_error_chart(layers: Sequence[LayerReceipt]) -> Chart:
         "value map": [layer.value_map_error for layer in layers],
         "value map, weighted": [layer.weighted_value_error for layer in layers],
         "energy lost": [max(0.0, 1 - layer.singular_energy_kept) for layer in layers],
-        "output, predicted": [layer.predicted_output_error for layer in layers],
     }
     kept = {name: values for name, values in columns.items() if any(value is not None for value in values)}
     return _heat_map(
