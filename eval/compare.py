@@ -123,7 +123,7 @@ class Comparison:
             f"[ , ]    {self.confidence:.0%} of {self.resamples:,} paired resamples of the windows, each figure by "
             f"itself; seed {self.seed}"
         )
-        yield "ppl ratio is the target's perplexity over the source's; of it and of KL less is better, of top-1 more"
+        yield "ppl ratio: target's perplexity over the source's; of it and of KL less is better; of top-1 more"
         yield f"windows  {self.texts[0].windows} in both; {self.enough} needed to call a difference real"
         if self.left_out:
             yield f"left out {self.left_out} windows that only one of the two has"

@@ -104,9 +104,7 @@ def command(
             return _compared(*compare, seed)
         if out is None or source is None or not text:
             missing = [n for n, given in (("OUT", out), ("--source", source), ("--text", text)) if not given]
-            raise UsageFault(
-                "something to evaluate is missing", expected="OUT, --source and --text", found=_no(missing)
-            )
+            raise UsageFault("nothing to evaluate", expected="OUT, --source and --text", found=_no(missing))
         if suite is None and (part or gates or strict):
             raise UsageFault("--part, --gates and --strict belong to a suite", expected="--suite quick or full")
         from mla_convert.eval.evaluate import EvalOptions, evaluate
