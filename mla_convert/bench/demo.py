@@ -59,6 +59,7 @@ class DemoReport:
         model: The source in words.
         work_dir: Where the converted folders are.
         rows: Source first.
+        page: The report of the first plan.
         assets: Time and memory of bringing the model and the text.
         steps: The commands.
         seconds: Of all together.
@@ -67,6 +68,7 @@ class DemoReport:
     model: str
     work_dir: Path
     rows: tuple[DemoRow, ...]
+    page: Path
     assets: Usage
     steps: tuple[Step, ...]
     seconds: float
@@ -82,6 +84,7 @@ class DemoReport:
             "stride": SEQ_LEN,
             "calibration_tokens": CALIBRATION_TOKENS,
             "rows": [asdict(row) for row in self.rows],
+            "page": self.page.as_posix(),
             "assets": asdict(self.assets),
             "steps": [step.to_json() for step in self.steps],
             "seconds": self.seconds,
@@ -96,7 +99,7 @@ class _Assets:
 
 
 def run_demo(work_dir: Path) -> DemoReport:
-    """Fetch the model and the text, convert at two widths, verify, evaluate and generate.
+    """Fetch the model and the text, convert at two widths, verify, evaluate, generate, and report on the first.
 
     Args:
         work_dir: Where the converted folders go; those of an earlier run are replaced.
@@ -121,9 +124,13 @@ def run_demo(work_dir: Path) -> DemoReport:
         _target_row(plan, evaluation.result, sample.result)
         for plan, evaluation, sample in zip(folders, evaluated, generated[1:], strict=True)
     ]
-    steps = (inspected, *converted, *verified, *evaluated, *generated)
+    plan, out = next(iter(folders.items()))
+    suite = run_step(f"eval --suite quick, {plan}", [*_evaluate(out, assets), "--suite", "quick"])
+    reported = run_step(f"report, {plan}", ["report", out, "--json"])
+    steps = (inspected, *converted, *verified, *evaluated, *generated, suite, reported)
     seconds = time.perf_counter() - started
-    return DemoReport(DESCRIPTION, work_dir, tuple(rows), fetching.usage, steps, seconds)
+    page = Path(reported.result["report"])
+    return DemoReport(DESCRIPTION, work_dir, tuple(rows), page, fetching.usage, steps, seconds)
 
 
 def _bring_assets() -> _Assets:

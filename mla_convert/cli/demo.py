@@ -84,7 +84,8 @@ class DemoResult:
             )
         console.print(table)
         console.print(f"{self.report.model};", soft_wrap=True)
-        console.print("everything is run from its files by stock transformers in float32.")
+        console.print("all are run from their files in float32, the source by stock transformers,")
+        console.print("the others from their latent cache.")
         console.print(
             f"Held-out text: {EVAL_TOKENS:,} tokens, window and stride {SEQ_LEN}; calibration: "
             f"{CALIBRATION_TOKENS:,} tokens of other articles.",
@@ -95,6 +96,7 @@ class DemoResult:
             console.print(Text(f"{row.name:>14}  ") + Text(PROMPT, style="dim") + Text(row.sample), soft_wrap=True)
         console.print()
         self._render_steps(console)
+        console.print(Text(f"report of {self.report.rows[1].name}: {self.report.page}"), soft_wrap=True)
 
     def _render_steps(self, console: Console) -> None:
         from rich import box

@@ -41,7 +41,11 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def fake_step(name: str, arguments: Sequence[str]) -> Step:
         seen.append(list(arguments))
         numbers, perplexity = (192, 33.0) if "engine" in name else (128, 60.0)
-        results = {"eval": evaluation(numbers, perplexity), "generate": {"text": f" words of {name}"}}
+        results = {
+            "eval": evaluation(numbers, perplexity),
+            "generate": {"text": f" words of {name}"},
+            "report": {"report": "/work/report.html"},
+        }
         return Step(name, tuple(arguments), results.get(arguments[0], {}), Usage(1.5, 2_000_000_000))
 
     monkeypatch.setattr(demo, "run_step", fake_step)
@@ -55,11 +59,13 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_the_steps_and_their_order(commands: list[list[str]], tmp_path: Path) -> None:
     assert run(["demo", "--work-dir", str(tmp_path)]) == 0
 
-    stages = ["inspect", *["convert", "verify", "eval"] * 2, "generate", "generate", "generate"]
+    stages = ["inspect", *["convert", "verify", "eval"] * 2, *["generate"] * 3, "eval", "report"]
     assert sorted(command[0] for command in commands) == sorted(stages)
     order = [command[0] for command in commands]
-    assert order == sorted(order, key=["inspect", "convert", "verify", "eval", "generate"].index)
-    assert all(command[-1] == "--json" for command in commands)
+    assert order[:-2] == sorted(order[:-2], key=["inspect", "convert", "verify", "eval", "generate"].index)
+    assert commands[-2][-2:] == ["--suite", "quick"]
+    assert order[-1] == "report"
+    assert all("--json" in command for command in commands)
     first = str(tmp_path / "engine-40-152")
     convert, evaluate = commands[1], commands[5]
     assert convert[:3] == ["convert", "/model", first]
