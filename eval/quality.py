@@ -18,8 +18,8 @@ from mla_convert.eval.text import EvalWindows
 from mla_convert.eval.token_scores import TokenScores, score_tokens
 from mla_convert.progress import track
 
-# Elements of one block of float64 logits (64 MB); a block holds whole rows of the vocabulary. glibc keeps blocks of up to
-# 32 MB on its heap, where aligned ones leave holes: memory then grows with every window.
+# Elements of one block of float64 logits (64 MB); a block holds whole rows of the vocabulary. glibc keeps blocks of up
+# to 32 MB on its heap, where aligned ones leave holes: memory then grows with every window.
 BLOCK_ELEMENTS = 8_000_000
 
 
