@@ -204,6 +204,7 @@ def _tasks(given: ReportInput) -> Section:
     words = (
         f"{tasks.rule} Seed {tasks.seed}.",
         f"{silent} of {len(tasks.cells)} cells are uninformative: hatched in charts, grey in tables, no pass.",
+        *(f"Left out: {item.task} at {item.length:,} tokens, {item.reason}." for item in tasks.left_out),
     )
     return Section(
         "tasks",

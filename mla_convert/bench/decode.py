@@ -62,7 +62,8 @@ class DecodeRow:
         history: Cached tokens before the step.
         stock_over_absorbed: Time of one step of stock transformers' MLA, which expands the cache, over ours.
         source_over_absorbed: Time of one step of the source with its own cache, over ours.
-        cache_bytes: Of the pools of our cache, counted.
+        cache_bytes: Of the pools of our cache with the history in them, counted in their tensors.
+        peak_cache_bytes: The same after the timed steps, which have taken pages of their own.
         row_bytes: `T · (d_c + d_R) · bytes · layers`, the formula.
         padding_bytes: What whole pages take beyond that.
         source_cache_bytes: Of the source's keys and values, counted.
@@ -72,6 +73,7 @@ class DecodeRow:
     stock_over_absorbed: float
     source_over_absorbed: float
     cache_bytes: int
+    peak_cache_bytes: int
     row_bytes: int
     padding_bytes: int
     source_cache_bytes: int
@@ -192,7 +194,7 @@ class _Contest:
         source_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in source_cache.layers)
         with self._absorbed() as handle:
             latent = self._latent(handle, history)
-            pools = latent.batch.cache.residency().pools
+            held = _pool_bytes(latent)
             row = handle.plan.form.row_bytes * config.num_hidden_layers
             page = handle.plan.page_size
         stock, ours, theirs = [], [], []
@@ -207,7 +209,8 @@ class _Contest:
             history=history,
             stock_over_absorbed=statistics.median(stock[1:]) / fast,
             source_over_absorbed=statistics.median(theirs[1:]) / fast,
-            cache_bytes=pools,
+            cache_bytes=held,
+            peak_cache_bytes=_pool_bytes(latent),
             row_bytes=history * row,
             padding_bytes=-history % page * row,
             source_cache_bytes=source_bytes,
@@ -261,6 +264,12 @@ class _Contest:
             )
             cache.batch.finish(layer)
         return cache
+
+
+def _pool_bytes(cache: LatentCache) -> int:
+    """Of the tensors that hold the rows, free ones included."""
+    pages, form = cache.batch.cache, cache.batch.plan.form
+    return sum(pages.pool(layer, form).nbytes for layer in range(pages.layers))
 
 
 def _filled(layers: int, rows: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Any:

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING, Literal
 
 from mla_convert.cli.common import Backend, CommandResult, Debug, JsonFlag, Seed, run_command
+from mla_convert.cli.eval_options import (
+    AllowOverlap,
+    Compare,
+    Gates,
+    MaxTokens,
+    Out,
+    Parts,
+    SeqLen,
+    Source,
+    Strict,
+    Stride,
+    Suite,
+    TextField,
+    Texts,
+)
 from mla_convert.cli.eval_suite import SuiteResult
 from mla_convert.errors import UsageFault
 from mla_convert.eval import defaults
@@ -18,6 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mla_convert.eval.bootstrap import Interval
+    from mla_convert.eval.evaluate import EvalOptions
     from mla_convert.eval.evaluation import Evaluation
 
 HELP = (
@@ -40,56 +54,19 @@ mla-convert eval --compare OUT_A OUT_B
 
 
 def command(
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Converted folder.", show_default=False)] = None,
-    source: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="What it was converted from: folder, GGUF file or Hub id.")
-    ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH",
-            help="Text file, JSONL, folder of them, or datasets:NAME. Can be repeated; in a suite each is a domain.",
-        ),
-    ] = None,
-    suite: Annotated[
-        Literal["quick", "full"] | None, typer.Option(help="Run the whole suite, in minutes or in some twenty.")
-    ] = None,
-    part: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Only this part of the suite: ladder, decomposition, quality, tasks, generation or systems. "
-            "Can be repeated.",
-        ),
-    ] = None,
-    gates: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML of bars that the suite must meet; see docs/evaluation.md.")
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse text that shares runs of 13 words with calibration text.")
-    ] = False,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            metavar="A B", help="Say which differences of two suites' receipts are real, and do nothing else."
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=2, help="Most tokens through each model; a seeded sample of windows beyond.")
-    ] = defaults.MAX_TOKENS,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = defaults.SEQ_LEN,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens between the starts of windows; each token is scored once.",
-            show_default="--seq-len",
-        ),
-    ] = None,
-    text_field: Annotated[str, typer.Option(help="Field of JSONL and dataset rows that holds the text.")] = "text",
-    allow_overlap: Annotated[
-        bool, typer.Option("--allow-overlap", help="Accept text that the conversion was calibrated on.")
-    ] = False,
+    out: Out = None,
+    source: Source = None,
+    text: Texts = None,
+    suite: Suite = None,
+    part: Parts = None,
+    gates: Gates = None,
+    strict: Strict = False,
+    compare: Compare = None,
+    max_tokens: MaxTokens = defaults.MAX_TOKENS,
+    seq_len: SeqLen = defaults.SEQ_LEN,
+    stride: Stride = None,
+    text_field: TextField = "text",
+    allow_overlap: AllowOverlap = False,
     backend: Backend = "auto",
     seed: Seed = 0,
     json_output: JsonFlag = False,
@@ -120,19 +97,32 @@ def command(
         )
         if suite is None:
             return EvalResult(evaluate(out, source, text, options))
-        from mla_convert.eval.gates import load_gates
-        from mla_convert.eval.suite import PARTS, SuiteRequest, run_suite, write_receipt
-
-        bars = () if gates is None else load_gates(gates)
-        names = tuple(part) if part else tuple(PARTS)
-        receipt = run_suite(SuiteRequest(out, source, tuple(text), options, suite, names, bars, strict))
-        return SuiteResult(receipt, write_receipt(receipt, out))
+        return _run_suite(out, source, text, options, suite, part, gates, strict)
 
     run_command(json_output, body, debug=debug)
 
 
 def _no(missing: list[str]) -> str:
     return "no " + ", no ".join(missing)
+
+
+def _run_suite(
+    out: Path,
+    source: str,
+    texts: list[str],
+    options: EvalOptions,
+    suite: Literal["quick", "full"],
+    parts: list[str] | None,
+    gates: Path | None,
+    strict: bool,
+) -> CommandResult:
+    from mla_convert.eval.gates import load_gates
+    from mla_convert.eval.suite import PARTS, SuiteRequest, run_suite, write_receipt
+
+    bars = () if gates is None else load_gates(gates)
+    names = tuple(parts) if parts else tuple(PARTS)
+    receipt = run_suite(SuiteRequest(out, source, tuple(texts), options, suite, names, bars, strict))
+    return SuiteResult(receipt, write_receipt(receipt, out))
 
 
 def _compared(a: Path, b: Path, seed: int) -> CommandResult:

@@ -118,6 +118,9 @@ class SuiteResult:
         if receipt.quality is not None:
             worst_text = receipt.quality.worst_domain
             yield f"worst domain  {worst_text.name}: KL {worst_text.kl.value:.3f}, × {worst_text.ratio.value:.3f}"
+        if receipt.tasks is not None:
+            for left in receipt.tasks.left_out:
+                yield f"left out      {left.task} at {left.length} tokens: {left.reason}"
         if receipt.generation is not None:
             done = receipt.generation
             yield (

@@ -40,7 +40,7 @@ def command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Converted folder.")],
     receipt: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Receipt of its evaluation [default: the newest in OUT/receipts]."),
+        typer.Option(metavar="FILE", help="Receipt of its evaluation; else the newest in OUT/receipts."),
     ] = None,
     frontier: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What mla-convert frontier --json printed.")

@@ -22,7 +22,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from mla_convert.decode.abi import DecodeCall, DecodeOutput
-from mla_convert.decode.adapters import base_of, is_plain, require_absorbable
+from mla_convert.decode.adapters import base_of, is_plain, require_absorbable, require_no_bias
 from mla_convert.decode.derived import DerivedSources, DerivedWeights, ValueSide, derive
 from mla_convert.decode.latent_batch import CachePlan, LatentBatch
 from mla_convert.decode.latent_cache import latent_layer
@@ -104,7 +104,7 @@ class AbsorbedAttention(DeepseekV3Attention):
         Raises:
             InputRefused: See `require_absorbable`.
         """
-        require_absorbable(self.kv_b_proj, f"{self.where}.kv_b_proj")
+        self._require_kv_up()
         self.derived = derive(self.sources) if self._needs_products() else None
 
     @property
@@ -176,7 +176,7 @@ class AbsorbedAttention(DeepseekV3Attention):
         return _Projected(nope, q_rope, self.kv_a_layernorm(latent), rope[:, 0])
 
     def _expands(self, batch: LatentBatch, chunk: _Projected, length: int) -> bool:
-        if torch.is_grad_enabled() and (chunk.latent.requires_grad or chunk.q_nope.requires_grad):
+        if torch.is_grad_enabled() and (chunk.latent.requires_grad or chunk.q_nope.requires_grad or self._is_trained):
             if not self.serving.plan.form.is_plain:
                 raise InputRefused(
                     "gradients do not flow through scaled rows",
@@ -193,6 +193,12 @@ class AbsorbedAttention(DeepseekV3Attention):
             return True
         drops = self.training and bool(self.attention_dropout)
         return length >= self.serving.expand_from or not batch.current.left_padded or drops
+
+    @property
+    def _is_trained(self) -> bool:
+        """Whether a matrix that decoding reads as it is, or an adapter on it, wants a gradient."""
+        read = (self.kv_b_proj, self.o_proj)
+        return any(parameter.requires_grad for module in read for parameter in module.parameters())
 
     def _prefill(self, chunk: _Projected, batch: LatentBatch, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
         """Keys and values of all heads for all columns, as stock computes them: (B, S, D)."""
@@ -238,11 +244,15 @@ class AbsorbedAttention(DeepseekV3Attention):
         bias = cast("Tensor | None", base_of(self.o_proj).bias)
         return output if bias is None else output + bias
 
+    def _require_kv_up(self) -> None:
+        require_absorbable(self.kv_b_proj, f"{self.where}.kv_b_proj")
+        require_no_bias(self.kv_b_proj, f"{self.where}.kv_b_proj")
+
     def _factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.derived is None and self._needs_products():
             self.refresh()
         if self.derived is None:
-            require_absorbable(self.kv_b_proj, f"{self.where}.kv_b_proj")
+            self._require_kv_up()
             w_uk, w_uv = split_kv_up(self.kv_b_proj.weight, self.num_heads, self.qk_nope_head_dim)
             return w_uk, w_uv, None
         self.derived.require_current(self.sources)

@@ -118,6 +118,26 @@ def require_absorbable(module: nn.Module, where: str) -> None:
             _require_linear(lora, name, f"{where}, adapter {name}")
 
 
+def require_no_bias(module: nn.Module, where: str) -> None:
+    """Refuse a bias where stock's architecture has none and no absorbed product has a place for one.
+
+    Args:
+        module: A projection that `require_absorbable` accepts.
+        where: Its name, for the refusal.
+
+    Raises:
+        InputRefused: If its linear layer has a bias.
+    """
+    bias = getattr(base_of(module), "bias", None)
+    if bias is not None:
+        raise InputRefused(
+            "a projection with a bias cannot be absorbed",
+            expected="none, as the architecture has it",
+            found=f"a bias of {tuple(bias.shape)}",
+            where=where,
+        )
+
+
 def base_of(module: nn.Module) -> nn.Module:
     """The module below LoRA, or the module."""
     lora = as_lora(module)

@@ -44,6 +44,12 @@ class Dispatcher:
             EnvironmentFault: If the backend asked for is not on this machine.
         """
         check_call(call)
+        if torch.is_grad_enabled() and (call.q.requires_grad or call.pool.requires_grad):
+            raise InputRefused(
+                "gradients do not flow through a decode backend",
+                found="a query or rows that require a gradient",
+                remedy="Decode under torch.no_grad(), or train with mla_convert.mla.attention.absorbed.",
+            )
         backend, rejected = self._choose(call)
         output = backend.run(call)
         kind = CallKind.of(call)

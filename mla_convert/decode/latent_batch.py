@@ -120,9 +120,7 @@ class LatentBatch:
                 rope=plan.rope,
                 device=device,
             )
-        if not self._sequences:
-            self._sequences = [self._cache.new_sequence(f"sequence {number}") for number in range(batch)]
-        if batch != len(self._sequences) or device != self._device:
+        if (self._sequences and batch != len(self._sequences)) or device != self._device:
             raise InputRefused(
                 "a chunk that does not continue the cached batch",
                 expected=f"{len(self._sequences)} sequences on {self._device}",
@@ -131,6 +129,8 @@ class LatentBatch:
         fresh = fresh_tokens(mask, self._kept, batch, columns, self.columns)
         counts = [columns] * batch if fresh is None else [int(count) for count in fresh.sum(1)]
         left_padded = fresh is None or bool((fresh.int().diff(dim=1) >= 0).all())
+        if not self._sequences:  # nothing was refused
+            self._sequences = [self._cache.new_sequence(f"sequence {number}") for number in range(batch)]
         self._pass = OpenPass(self._open(counts), columns, fresh, tuple(counts), left_padded)
         return self._pass
 
@@ -213,10 +213,10 @@ class LatentBatch:
         try:
             return cache.begin(spans)
         except OutOfPages:
-            # One more than the new rows fill, for a shared last page that is copied; half as many again, so that a
-            # growing text copies the pools a logarithmic number of times.
+            # One more than the new rows fill, for a shared last page that is copied; an eighth as many again, so that a
+            # growing text copies the pools a logarithmic number of times and holds little that it does not use.
             needed = sum(count // cache.page_size + 2 for count in counts)
-            cache.extend(max(needed, cache.allocator.pages // 2))
+            cache.extend(max(needed, cache.allocator.pages // 8))
             return cache.begin(spans)
 
 
@@ -241,6 +241,13 @@ def fresh_tokens(mask: Tensor | None, kept: Tensor | None, batch: int, columns: 
     Raises:
         InputRefused: If a query that is no padding sees anything else than the rows up to itself.
     """
+    if mask is not None and not isinstance(mask, Tensor):
+        raise InputRefused(
+            "an attention mask of another kind",
+            expected="a tensor, as sdpa and eager attention take it",
+            found=type(mask).__name__,
+            remedy='Load the model with attn_implementation="sdpa".',
+        )
     if mask is None:
         if kept is not None:
             raise InputRefused("no mask for a batch that was padded before", expected="the mask of all columns")

@@ -114,8 +114,9 @@ def latent_layer(cache: Cache, layer: int, plan: CachePlan) -> LatentLayer:
             expected="an empty DynamicCache, or new_cache() of the handle",
             found=f"{type(cache).__name__} with {type(found).__name__}",
         )
-    if (found.batch.plan.layers, found.batch.plan.rope) != (plan.layers, plan.rope):
-        raise InputRefused("a latent cache of another model", expected=repr(plan), found=repr(found.batch.plan))
+    held = found.batch.plan
+    if (held.layers, held.rope, held.form) != (plan.layers, plan.rope, plan.form):
+        raise InputRefused("a latent cache of another model or row format", expected=repr(plan), found=repr(held))
     return found
 
 

@@ -57,6 +57,13 @@ class RowFormat:
                 found=f"d_c={self.latent_width}, d_R={self.rope_width}, scale_group={self.scale_group}",
                 where=self.name,
             )
+        if self.scale_group is None and self.latent_dtype != self.rope_dtype:
+            raise InputRefused(
+                "a plain row of two dtypes",
+                expected="one dtype for latent and rotary part",
+                found=f"{self.latent_dtype} and {self.rope_dtype}",
+                where=self.name,
+            )
         if (self.latent_dtype == "float8_e4m3fn") != (self.scale_group is not None):
             raise InputRefused(
                 "only FP8 rows have scales, and they always do",

@@ -63,7 +63,7 @@ class PageStore:
 
     def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """Put rows (n, form.pool_width) to slots (n,) int64."""
-        self.pool(layer).flatten(0, 1).index_copy_(0, slots, rows)
+        self.pool(layer).flatten(0, 1).index_copy_(0, slots, rows.detach())
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """The first `rows` rows of a page to another, in every layer."""
@@ -88,4 +88,7 @@ class PageStore:
         )
 
     def _new(self, pages: int) -> Tensor:
-        return torch.empty(pages, self.page_size, self.form.pool_width, dtype=self.form.pool_dtype, device=self.device)
+        size = (pages, self.page_size, self.form.pool_width)
+        # Made under inference mode, a pool could not be written to outside of it.
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=self.form.pool_dtype, device=self.device)

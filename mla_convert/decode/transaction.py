@@ -93,6 +93,7 @@ class Transaction:
             InputRefused: The layer has not written all of them.
         """
         self._require_open()
+        self._store.pool(layer)  # refuses a layer that there is not
         if self._written[layer] != self.rows:
             raise InputRefused(
                 "rows are read before they are written",

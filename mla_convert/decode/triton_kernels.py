@@ -187,7 +187,7 @@ def _store_result(OUT, LSE, SINKS, at, head, ok, peak, total, acc, tail_acc, D_C
     A sink takes its share of the output, exp(lse) / (exp(lse) + exp(sink)), and leaves the LSE alone (FlashMLA's
     `attn_sink`).
     """
-    seen = total > 0
+    seen = total != 0  # NaN is seen: what made it must not vanish
     full = tl.where(seen, total, 1.0)
     lse = tl.where(seen, (peak + tl.math.log2(full)) * 0.6931471805599453, float("-inf"))  # ln 2
     share = 1.0 / full
@@ -209,7 +209,7 @@ def _store_result(OUT, LSE, SINKS, at, head, ok, peak, total, acc, tail_acc, D_C
 def _store_partial(PARTIAL, PARTIAL_LSE, at, ok, peak, total, acc, tail_acc, D_C: tl.constexpr,
                    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Normalised output and base-2 LSE of one split; of a row that saw nothing, the LSE −inf alone."""
-    seen = total > 0
+    seen = total != 0  # NaN is seen: what made it must not vanish
     full = tl.where(seen, total, 1.0)
     tl.store(PARTIAL_LSE + at, tl.where(seen, peak + tl.math.log2(full), float("-inf")), mask=ok)
     ok = ok & seen
@@ -320,7 +320,7 @@ def merge_kernel(PARTIAL, PARTIAL_LSE, SINKS, OUT, LSE, ROWS, H: tl.constexpr, D
     finite = tl.where(peak == float("-inf"), 0.0, peak)
     weight = tl.math.exp2(parts - finite)  # (S,)
     total = tl.reduce(weight, 0, tl.standard._sum_combine)
-    seen = total > 0
+    seen = total != 0  # NaN is seen: what made it must not vanish
     full = tl.where(seen, total, 1.0)
     lse = tl.where(seen, (finite + tl.math.log2(full)) * 0.6931471805599453, float("-inf"))  # ln 2
     share = 1.0 / full

@@ -18,6 +18,7 @@ ROW = DecodeRow(
     stock_over_absorbed=4.0,
     source_over_absorbed=0.5,
     cache_bytes=1000,
+    peak_cache_bytes=1100,
     row_bytes=900,
     padding_bytes=100,
     source_cache_bytes=2000,

@@ -166,7 +166,15 @@ def tasks_section(*, only: tasks.Verdict | None = None) -> tasks.TasksSection:
     ]
     others: tuple[tasks.TaskName, ...] = ("passkey", "key-value", "copy", "induction", "counting")
     cells += [task_cell(task, index, 512, None, only or verdicts[index % 4]) for index, task in enumerate(others)]
-    return tasks.TasksSection(seed=0, informative_match=0.5, rule="The source is right in half.", cells=tuple(cells))
+    return tasks.TasksSection(
+        seed=0,
+        ran="torch",
+        informative_match=0.5,
+        rule="The source is right in half.",
+        resampling=Resampling(resamples=2000, confidence=0.95, seed=0),
+        cells=tuple(cells),
+        left_out=(tasks.LeftOut(task="counting", length=1024, reason="the tokenizer has no digits"),),
+    )
 
 
 def generation_section(text: str) -> tasks.GenerationSection:
@@ -188,6 +196,7 @@ def generation_section(text: str) -> tasks.GenerationSection:
     )
     return tasks.GenerationSection(
         seed=0,
+        prompt_tokens=16,
         new_tokens=64,
         samples=samples,
         median_identical_prefix=3.5,
