@@ -20,6 +20,10 @@ SMALL, MIDDLE, LARGE, WIDE = 300, 500, 600, 900
 """Widths of a padded row where tiles change: 256+32 is the largest small one, 512+64 the largest before the wide."""
 
 
+SCATTERED_PAGE = 32
+"""Rows of the smallest page that holds all rows of a step of 512+64."""
+
+
 @dataclass(frozen=True)
 class TileConfig:
     """Sizes of one program of the split kernel.
@@ -68,7 +72,9 @@ def latent_blocks(d_c: int, d_r: int) -> LatentBlocks:
     return LatentBlocks(head, tail, rope) if tail < head else LatentBlocks(whole, 0, rope)
 
 
-def tile_config(arch: int, rows: int, d_c: int, d_r: int, dtype: Dtype, scaled: bool = False) -> TileConfig:
+def tile_config(
+    arch: int, rows: int, d_c: int, d_r: int, dtype: Dtype, scaled: bool = False, scattered: bool = False
+) -> TileConfig:
     """The tile for `rows` packed rows on compute capability `arch` (80, 86, …).
 
     The accumulator, block_m · d_c float32 numbers, must stay in registers; query, keys and weights go to shared
@@ -82,11 +88,15 @@ def tile_config(arch: int, rows: int, d_c: int, d_r: int, dtype: Dtype, scaled: 
         d_r: Rotary width.
         dtype: Of the query.
         scaled: Whether rows are FP8; what they become needs registers on its way to shared memory.
+        scattered: Whether rows of one step do not lie side by side: sparse calls and pages of fewer than
+            `SCATTERED_PAGE` rows. Their addresses need registers too.
     """
     width = latent_blocks(d_c, d_r).width
     if dtype == "float32":
         return TileConfig(16, 16, 8, 1)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if scattered and MIDDLE < width <= LARGE:
+        return TileConfig(16, 32, 8, 2) if scaled else TileConfig(min(block_m, 32), 32, 8, 2)
     if scaled:
         if block_m == 64 and arch == 90 and width <= LARGE:
             return TileConfig(64, 32, 8, 2)

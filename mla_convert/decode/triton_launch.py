@@ -8,7 +8,15 @@ import torch
 
 from mla_convert.decode.abi import DecodeCall
 from mla_convert.decode.rows import RowFormat
-from mla_convert.decode.tiles import Dtype, LatentBlocks, TileConfig, latent_blocks, power_of_two, tile_config
+from mla_convert.decode.tiles import (
+    SCATTERED_PAGE,
+    Dtype,
+    LatentBlocks,
+    TileConfig,
+    latent_blocks,
+    power_of_two,
+    tile_config,
+)
 
 MAX_SPLITS = 128
 """The merge holds the splits of a row in one tile."""
@@ -49,6 +57,11 @@ class Geometry:
     sparse: bool
     sinks: bool
     capacity: int
+
+    @property
+    def scattered(self) -> bool:
+        """Whether the rows of one step lie in several places."""
+        return self.sparse or self.page_size < SCATTERED_PAGE
 
     @classmethod
     def of(cls, call: DecodeCall) -> Geometry:
@@ -212,7 +225,8 @@ def plan_launch(
     form = geometry.form
     if tile is None:
         scaled = form.scale_group is not None
-        tile = tile_config(arch, geometry.rows, form.latent_width, form.rope_width, geometry.dtype, scaled)
+        widths = form.latent_width, form.rope_width
+        tile = tile_config(arch, geometry.rows, *widths, geometry.dtype, scaled, geometry.scattered)
     if splits is None:
         programs = geometry.groups * -(-geometry.rows // tile.block_m)
         splits = split_count(programs, geometry.capacity, tile.block_n, processors)

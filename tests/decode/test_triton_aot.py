@@ -20,7 +20,15 @@ from mla_convert.decode.tiles import (
     tile_bytes,
     tile_config,
 )
-from mla_convert.decode.triton_aot import ARCHITECTURES, CompiledCell, compile_cell, compile_merge, decode_geometry
+from mla_convert.decode.triton_aot import (
+    ARCHITECTURES,
+    CompiledCell,
+    Resources,
+    compile_cell,
+    compile_merge,
+    decode_geometry,
+)
+from mla_convert.decode.triton_launch import plan_launch
 
 triton = pytest.importorskip("triton")
 
@@ -66,6 +74,45 @@ def test_many_heads_use_the_architectures_matrix_unit(arch: int, unit: str) -> N
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_the_656_byte_row_spills_nothing_and_fits(arch: int) -> None:
     assert compile_cell(decode_geometry(FP8, heads=32), arch).faults() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"spill_stores": 4}, "4+0 bytes spilled"),
+        ({"spill_loads": 4}, "0+4 bytes spilled"),
+        ({"shared_memory": 163 * 1024 + 1}, "166913 bytes of shared memory of 166912"),
+    ],
+)
+def test_the_gate_sees_each_resource(changes: dict[str, int], fault: str) -> None:
+    right = Resources(200, 0, 0, 163 * 1024, "mma.sync", True)
+    plan = plan_launch(decode_geometry(WIDE, heads=16), 80, 108)
+    assert CompiledCell(80, plan, right).faults() == []
+    assert CompiledCell(80, plan, replace(right, **changes)).faults() == [fault]
+
+
+@pytest.mark.parametrize("rows", ["bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        (80, {"page_size": 1}),
+        (80, {"page_size": 16}),
+        (90, {"page_size": 16}),
+        (80, {"sparse": True, "extra_page_size": 64, "sinks": True}),
+        (90, {"sparse": True, "extra_page_size": 64, "sinks": True}),
+        (90, {"sparse": True}),
+        (100, {"sparse": True, "extra_page_size": 64, "sinks": True}),
+        (120, {"sparse": True, "extra_page_size": 64, "sinks": True}),
+    ],
+)
+def test_scattered_rows_of_512_64_spill_nothing_and_fit(arch: int, changes: dict[str, int | bool], rows: str) -> None:
+    geometry = decode_geometry(WIDE if rows == "bfloat16" else FP8, heads=128)
+    geometry = replace(geometry, **changes)  # type: ignore[arg-type]
+
+    cell = compile_cell(geometry, arch)
+
+    assert cell.faults() == []
+    assert cell.resources.spill_stores == cell.resources.spill_loads == 0
 
 
 @pytest.mark.parametrize(
