@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mla_convert.convert.tokenizer import load_tokenizer
 from mla_convert.errors import UsageFault
-from mla_convert.eval.evaluate import EvalOptions, check_target, prepare
+from mla_convert.eval.domain_windows import TokenTexts, cut_by_text
+from mla_convert.eval.evaluate import EvalOptions, Prepared, check_target, prepare
+from mla_convert.eval.finite import refuse_not_finite
 from mla_convert.eval.gates import Gate, check_gates
 from mla_convert.eval.ladder.decomposition import measure_decomposition
 from mla_convert.eval.ladder.measure import measure_ladder
@@ -120,6 +122,8 @@ def run_suite(request: SuiteRequest, command: Sequence[str] | None = None) -> Ev
     prepared = prepare(request.source, request.texts, request.options)
     manifest = check_target(request.target, prepared)
     refuse_overlap(overlap_with_calibration(manifest, prepared.corpora), request.options.allow_overlap)
+    refuse_not_finite(request.target)
+    _check_texts(prepared)
     overlap = find_overlap(manifest, prepared.corpora, prepared.source.location.folder, request.options.text_field)
     if request.strict:
         overlap.refuse()
@@ -144,7 +148,6 @@ def run_suite(request: SuiteRequest, command: Sequence[str] | None = None) -> Ev
         times=times,
         environment=environment.finish(),
     )
-    store.clear()
     return receipt.model_copy(update={"gates": check_gates(receipt, request.gates)})
 
 
@@ -168,6 +171,24 @@ def _run_parts(
             sections[name] = kept.section
             progress.update(part.share)
     return sections, tuple(times)
+
+
+def _check_texts(prepared: Prepared) -> None:
+    """Each text is a domain of its own: given once, and as long as a window at least.
+
+    Raises:
+        UsageFault: If two texts hold the same documents.
+        InputRefused: If one is shorter than a window.
+    """
+    seen: dict[tuple[str, ...], str] = {}
+    for corpus in prepared.corpora:
+        key = tuple(document.sha256 for document in corpus.documents)
+        if key in seen:
+            raise UsageFault("the same text twice", found=f"{seen[key]} and {corpus.name}", where="--text")
+        seen[key] = corpus.name
+    plan, tokenizer = prepared.plan, load_tokenizer(prepared.source.location.folder)
+    each = replace(plan, max_tokens=max(plan.max_tokens, len(prepared.corpora) * plan.seq_len))
+    cut_by_text(TokenTexts.of(prepared.corpora, tokenizer), each)
 
 
 def _conditions(request: SuiteRequest, context: SuiteContext) -> Conditions:
@@ -199,7 +220,7 @@ def _conditions(request: SuiteRequest, context: SuiteContext) -> Conditions:
 
 
 def write_receipt(receipt: EvaluationReceipt, target: Path) -> Path:
-    """Write a receipt into `target/receipts` in one step and return its path.
+    """Write a receipt into `target/receipts` in one step, forget the parts that were kept for it, return its path.
 
     Its name is the time at which the run began and the first digits of its digest.
     """
@@ -214,4 +235,5 @@ def write_receipt(receipt: EvaluationReceipt, target: Path) -> Path:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+    PartStore.of(receipt.compared, receipt.conditions).clear()
     return path

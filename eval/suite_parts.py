@@ -49,7 +49,7 @@ class PartStore:
             held = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
             kept = section.model_validate_json(json.dumps(held["section"]))
             return KeptPart(kept, float(held["seconds"]))
-        except (FileNotFoundError, ValidationError, json.JSONDecodeError, KeyError, TypeError):
+        except (OSError, ValidationError, json.JSONDecodeError, KeyError, TypeError):
             return None
 
     def keep(self, name: str, part: KeptPart) -> None:

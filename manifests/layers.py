@@ -34,7 +34,8 @@ class LayerReceipt(Record):
 
     `key_map_error`, `value_map_error` and the weighted ones are those of the closed form. `written_*` are those of what
     was written, refinement included, by what no change of basis alters: the score as a form of two inputs (its mean
-    over the distances, and the rest) and the product of output and value projection.
+    over the distances, and the rest) and the product of output and value projection. `written_*_probes` are random
+    projections of the same maps in float64, before they were stored; `mla/map_error.py` makes them from the files.
     """
 
     index: int = Field(ge=0)
@@ -52,4 +53,7 @@ class LayerReceipt(Record):
     written_content_map_error: float = Field(ge=0)
     written_position_map_error: float = Field(ge=0)
     written_value_map_error: float = Field(ge=0)
+    written_content_probes: tuple[float, ...]
+    written_position_probes: tuple[float, ...]
+    written_value_probes: tuple[float, ...]
     singular_values: tuple[float, ...]

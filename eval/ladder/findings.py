@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mla_convert.eval.ladder.layers import LayerFindings
+import torch
+from torch import Tensor
+
+from mla_convert.eval.ladder.layers import LayerFindings, relative
 from mla_convert.eval.ladder.rows_check import LIVE_TOLERANCE, LiveVerdict
 from mla_convert.manifests.evaluation.ladder import Drift, Finding, Stage
 from mla_convert.manifests.layers import LayerReceipt
 
-# How far a map read from the files may be from the one recorded in float64, and what is copied from the source:
-# rounding of the stored dtype, relative to the whole map, with room for its accumulation through an MLP.
+# What is copied from the source, computed with: rounding of the stored dtype, with room for what an MLP makes of it.
 STORED_SLACK = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
+# Projections of the maps, which show a change of any direction as large as it is: rounding of each factor once.
+PROBE_SLACK = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 # transformers' float32 classes against float64 algebra on the same stored numbers.
 CLASS_TOLERANCE = 1e-3
 # The factor of a neutralised norm is one number: half the square of the latent's share, at most 2^-10.
@@ -23,43 +27,60 @@ NORM_SPREAD = 1e-3
 STEP_TOLERANCE = 1e-3
 
 
-def layer_findings(found: LayerFindings, recorded: LayerReceipt, dtype: str) -> Iterator[Finding]:
+def layer_findings(
+    found: LayerFindings, recorded: LayerReceipt, dtype: str, *, copied: bool, lossless: bool
+) -> Iterator[Finding]:
     """Faults in the files of one layer.
 
     Args:
         found: What was measured.
         recorded: What the manifest says of the layer.
         dtype: Of the stored attention weights.
+        copied: Whether its norms and MLP are the source's to the last bit.
+        lossless: Whether the conversion says that it lost nothing.
     """
     slack, index = STORED_SLACK[dtype], found.line.index
-    if not found.line.rest_error <= slack:
-        what = "norms or MLP are not the source's"
+    if copied and not found.line.rest_error <= slack:
+        what = "norms and MLP are the source's but do not compute what the source's do"
         yield Finding(stage="rest of the layer", layer=index, what=what, measured=found.line.rest_error, allowed=slack)
     if not found.class_error <= CLASS_TOLERANCE:
         what = "transformers computes something else from these files than the manifest's identity says"
         yield Finding(stage="layer output", layer=index, what=what, measured=found.class_error, allowed=CLASS_TOLERANCE)
+    if lossless and not max(vars(found.maps).values()) <= slack:
+        what = "a lossless conversion whose maps are not the source's"
+        worst = max(vars(found.maps).values())
+        yield Finding(stage="layer output", layer=index, what=what, measured=worst, allowed=slack)
     if not found.spread <= NORM_SPREAD:
         what = "the latent norm is active: its factor differs from token to token"
         yield Finding(stage="latent row", layer=index, what=what, measured=found.spread, allowed=NORM_SPREAD)
     else:
         # Behind an active norm there is no one map to compare.
-        yield from _map_findings(found, recorded, slack)
+        yield from _map_findings(found, recorded, dtype)
 
 
-def _map_findings(found: LayerFindings, recorded: LayerReceipt, slack: float) -> Iterator[Finding]:
-    gaps: dict[Stage, tuple[float, float]] = {
-        "content score": (found.maps.content, recorded.written_content_map_error),
-        "position score": (found.maps.position, recorded.written_position_map_error),
-        "value map": (found.maps.value, recorded.written_value_map_error),
+def _map_findings(found: LayerFindings, recorded: LayerReceipt, dtype: str) -> Iterator[Finding]:
+    probes, slack = found.probes, PROBE_SLACK[dtype]
+    errors: dict[Stage, float] = {
+        "content score": _apart(probes.content, recorded.written_content_probes),
+        "position score": _apart(probes.position, recorded.written_position_probes),
+        "value map": _apart(probes.value, recorded.written_value_probes),
     }
-    moved = {stage: pair for stage, pair in gaps.items() if not abs(pair[0] - pair[1]) <= slack}
+    moved = {stage: error for stage, error in errors.items() if not error <= slack}
     # A rotary row that is wrong moves the mean over its turns a little too: the score's worse part is the one at fault.
     if {"content score", "position score"} <= moved.keys():
         parts: tuple[Stage, Stage] = ("content score", "position score")
-        del moved[min(parts, key=lambda stage: abs(moved[stage][0] - moved[stage][1]))]
-    for stage, (measured, expected) in moved.items():
-        what = f"the map is not the one that was written (relative error {expected:.4g} then)"
-        yield Finding(stage=stage, layer=found.line.index, what=what, measured=measured, allowed=expected + slack)
+        del moved[min(parts, key=lambda stage: moved[stage])]
+    for stage, error in moved.items():
+        what = "the map is not the one that was written: its projections differ"
+        yield Finding(stage=stage, layer=found.line.index, what=what, measured=error, allowed=slack)
+
+
+def _apart(found: Tensor, recorded: Sequence[float]) -> float:
+    """Relative distance of two sets of projections; 1 where they are of another kind or not finite."""
+    expected = torch.tensor(recorded, dtype=torch.float64)
+    if expected.shape != found.shape or not bool(torch.isfinite(found).all()):
+        return 1.0
+    return relative(found, expected)
 
 
 def live_findings(index: int, verdict: LiveVerdict) -> Iterator[Finding]:
@@ -89,11 +110,11 @@ def drift_findings(drift: Drift) -> Iterator[Finding]:
 
 
 def frame_findings(embedding: float, logits: float, dtype: str) -> Sequence[Finding]:
-    """Faults outside the layers: embedding, last norm and head, each as relative error on the source's own states."""
+    """Faults outside the layers, where the tensors are copies: relative errors on the source's own states."""
     slack = STORED_SLACK[dtype]
     parts = (
-        ("the embedding is not the source's", embedding),
-        ("the last norm or the head is not the source's", logits),
+        ("the embedding is the source's but does not compute the same", embedding),
+        ("last norm and head are the source's but do not compute the same", logits),
     )
     return [
         Finding(stage="logits", layer=None, what=what, measured=error, allowed=slack)

@@ -18,7 +18,15 @@ from mla_convert.eval.ladder.scores import ScoreErrors, WindowAttention, score_e
 from mla_convert.eval.ladder.target_layers import TargetLayers
 from mla_convert.manifests.evaluation.ladder import LayerLadder
 from mla_convert.mla.attention import MLAFactors
-from mla_convert.mla.map_error import InputMetric, LayerMaps, MapErrors, map_errors, maps_of_factors
+from mla_convert.mla.map_error import (
+    InputMetric,
+    LayerMaps,
+    MapErrors,
+    MapProbes,
+    map_errors,
+    map_probes,
+    maps_of_factors,
+)
 from mla_convert.progress import track
 
 
@@ -29,12 +37,14 @@ class LayerFindings:
     Attributes:
         line: For the receipt.
         maps: Distance of the maps with every input direction alike, as the manifest records it.
+        probes: Of the converted maps, in the source's scale.
         class_error: Output of transformers' own attention class against the factors, relative.
         spread: Standard deviation of the latent norm's factor over the tokens, relative to its mean.
     """
 
     line: LayerLadder
     maps: MapErrors
+    probes: MapProbes
     class_error: float
     spread: float
 
@@ -146,7 +156,9 @@ class Ladder:
             stream_error=relative(own.after / scale, ours.after),
             rest_error=max(relative(fed.mlp, ours.after - ours.middle), relative(fed.normed, ours.normed)),
         )
-        return LayerFindings(line, plain, relative(fed.attended, expected), norm_spread(factors, flat))
+        return LayerFindings(
+            line, plain, map_probes(maps[1]), relative(fed.attended, expected), norm_spread(factors, flat)
+        )
 
     def _windows(
         self, weights: LayerWeights, factors: MLAFactors, inputs: Tensor, frequencies: Tensor

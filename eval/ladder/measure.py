@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_convert.eval.ladder.copies import copy_findings
 from mla_convert.eval.ladder.drift import measure_drift
 from mla_convert.eval.ladder.findings import drift_findings, frame_findings, layer_findings, live_findings
 from mla_convert.eval.ladder.layers import Ladder
@@ -54,12 +55,14 @@ def measure_ladder(context: SuiteContext) -> LadderSection:
     target = TargetLayers.open(context.target, context.manifest)
     dtype = context.manifest.method.output_dtype
     run = Ladder(context.prepared.source, target, ids).run()
-    findings = [
-        finding
-        for layer, recorded in zip(run.layers, context.manifest.layers, strict=True)
-        for finding in layer_findings(layer, recorded, dtype)
-    ]
-    findings += frame_findings(run.embedding_error, run.logit_error, dtype)
+    findings = list(copy_findings(context.prepared.source, target))
+    foreign = {item.layer for item in findings}
+    lossless = context.manifest.reload_check.kind == "lossless-vs-source"
+    for layer, recorded in zip(run.layers, context.manifest.layers, strict=True):
+        copied = layer.line.index not in foreign
+        findings += layer_findings(layer, recorded, dtype, copied=copied, lossless=lossless)
+    if None not in foreign:
+        findings += frame_findings(run.embedding_error, run.logit_error, dtype)
     states = source_states(context.prepared.source, context.prepared.digests, windows)
     model = load_model(context.target)
     with served(model, context.prepared.options.backend) as running:

@@ -65,8 +65,10 @@ class SuiteResult:
         for alarm in self.alarms:
             console.print(Text(alarm, style="bold red"), soft_wrap=True)
         if not self.alarms:
-            gates = f", {len(self.receipt.gates)} gates met" if self.receipt.gates else ""
-            console.print(Text(f"no fault found{gates}", style="bold green"))
+            climbed = self.receipt.ladder is not None
+            said = "no fault found" if climbed else "the ladder was not run, so nothing is said of faults"
+            gates = f"; {len(self.receipt.gates)} gates met" if self.receipt.gates else ""
+            console.print(Text(f"{said}{gates}", style="bold green" if climbed else "bold"))
 
     def _tables(self) -> Iterator[Table]:
         receipt = self.receipt
@@ -119,6 +121,9 @@ class SuiteResult:
             worst_text = receipt.quality.worst_domain
             yield f"worst domain  {worst_text.name}: KL {worst_text.kl.value:.3f}, × {worst_text.ratio.value:.3f}"
         if receipt.tasks is not None:
+            informative = [cell for cell in receipt.tasks.cells if cell.verdict != "uninformative"]
+            lost = sum(cell.verdict == "lost" for cell in informative)
+            yield f"retrieval     {lost} of {len(informative)} tasks that the source can do are lost"
             for left in receipt.tasks.left_out:
                 yield f"left out      {left.task} at {left.length} tokens: {left.reason}"
         if receipt.generation is not None:

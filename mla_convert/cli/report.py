@@ -49,7 +49,7 @@ def command(
         Path | None, typer.Option(metavar="DIR", help="Write each chart into this folder as well, for a paper.")
     ] = None,
     image_format: Annotated[
-        FigureFormat | None, typer.Option("--format", help="Format of those files [default: png].")
+        FigureFormat | None, typer.Option("--format", help="Format of those files; png where none is named.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help=f"Where to write [default: OUT/{REPORT_NAME}].")

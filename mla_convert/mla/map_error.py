@@ -7,6 +7,7 @@ source and a conversion can be compared without knowing how one was made from th
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -235,3 +236,59 @@ def _through_bottleneck(factors: MLAFactors) -> Tensor:
     assert factors.q_down is not None  # the caller has one
     down = _normed(factors.q_down, factors.q_down_bias, factors.q_norm)  # (r_q, D)
     return torch.einsum("hnr,rD->hnD", factors.q_up, down)
+
+
+PROBES = 32
+"""Numbers that stand for a map: each a random projection, so that their relative change is that of the map."""
+
+
+@dataclass(frozen=True)
+class MapProbes:
+    """A layer's maps in a few numbers, whatever basis they are written in; every tensor is (`PROBES`,) float64.
+
+    Attributes:
+        content: Of the score's mean over the distances below `CONTENT_SPAN`, all heads.
+        position: Of the rest at the distances `DISTANCES`.
+        value: Of `W_O W_V`.
+    """
+
+    content: Tensor
+    position: Tensor
+    value: Tensor
+
+
+def map_probes(maps: LayerMaps) -> MapProbes:
+    """Project the maps on fixed vectors of signs: `Σ_h σ_h u^T A_h v` for `PROBES` draws of `σ`, `u` and `v`.
+
+    The signs are bits of SHAKE-256, so that they are the same everywhere. Of a change of the maps by ε, relative in the
+    Frobenius norm, the numbers show about ε (Johnson and Lindenstrauss, 1984), whatever its direction.
+    """
+    heads, hidden = maps.values.output.shape[:2]
+    queries, keys = (_signs(name, PROBES, hidden) for name in ("query", "key"))
+    scores = maps.scores
+    means = _turns(scores.frequencies, torch.arange(CONTENT_SPAN)).mean(0)  # (m,)
+    q, k = (
+        torch.einsum("hnD,pD->phn", rows, probe)
+        for rows, probe in ((scores.q_content, queries), (scores.k_content, keys))
+    )
+    q_rope, k_rope = (
+        torch.einsum("hmD,pD->phm", rows, probe.to(rows.dtype))
+        for rows, probe in ((scores.q_rope, queries), (scores.k_rope, keys))
+    )
+    products = q_rope.conj() * k_rope  # (P, H, m)
+    content = (q * k).sum(-1) + (products * means).sum(-1).real  # (P, H)
+    turns = _turns(scores.frequencies, torch.tensor(DISTANCES)) - means  # (N, m)
+    position = torch.einsum("phm,nm->nph", products, turns).real  # (N, P, H)
+    value = torch.einsum("hDv,pD->phv", maps.values.output, queries)
+    value = (value * torch.einsum("hvD,pD->phv", maps.values.value, keys)).sum(-1)  # (P, H)
+    weights = _signs("head", PROBES, heads)
+    mixing = _signs("distance", len(DISTANCES), PROBES * heads).view(len(DISTANCES), PROBES, heads)
+    return MapProbes((content * weights).sum(-1), (position * mixing).sum((0, 2)), (value * weights).sum(-1))
+
+
+def _signs(name: str, rows: int, columns: int) -> Tensor:
+    """(rows, columns) float64 of ±1."""
+    count = rows * columns
+    drawn = torch.frombuffer(bytearray(hashlib.shake_256(name.encode()).digest(-(-count // 8))), dtype=torch.uint8)
+    bits = (drawn[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return (2.0 * bits.flatten()[:count].double() - 1.0).view(rows, columns)

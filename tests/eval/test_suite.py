@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mla_convert.cache_dir import cache_root
 from mla_convert.errors import InputRefused, UsageFault
 from mla_convert.eval import suite
 from mla_convert.eval.evaluate import EvalOptions, evaluate
+from mla_convert.eval.finite import refuse_not_finite
 from mla_convert.eval.gates import load_gates
 from mla_convert.eval.suite import PARTS, SuiteRequest, run_suite, write_receipt
 from mla_convert.eval.suite_context import SuiteContext
@@ -94,6 +99,7 @@ def test_an_interrupted_run_goes_on_with_the_part_it_was_in(
         ("decomposition", False),
         ("quality", False),
     ]
+    write_receipt(receipt, request_of.target)
     run_suite(replace(request_of, parts=("ladder",)))
     assert ran == ["ladder", "decomposition", "quality", "ladder"]
 
@@ -147,3 +153,39 @@ def test_refusals_come_before_any_part(
     weights.write_bytes(bytes(content))
     with pytest.raises(InputRefused, match="does not verify"):
         run_suite(request_of)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.tensor([1.0, math.inf])}, tmp_path / "model.safetensors")
+    with pytest.raises(InputRefused, match="b: a weight that is not finite"):
+        refuse_not_finite(tmp_path)
+
+
+def test_texts_are_checked_whatever_parts_are_run(request_of: SuiteRequest, tmp_path: Path) -> None:
+    asked = replace(request_of, parts=("decomposition",))
+    (text,) = asked.texts
+    with pytest.raises(UsageFault, match="the same text twice"):
+        run_suite(replace(asked, texts=(text, text)))
+    short = write_text(tmp_path / "short.txt", SEQ_LEN - 4, seed=3)
+    with pytest.raises(InputRefused, match="shorter than"):
+        run_suite(replace(asked, texts=(text, str(short))))
+
+
+def _full(_source: object, _target: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_receipt_that_cannot_be_written_keeps_the_parts(request_of: SuiteRequest) -> None:
+    asked = replace(request_of, parts=("decomposition",))
+    receipt = run_suite(asked)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite.os, "replace", _full)
+        with pytest.raises(OSError, match="No space left"):
+            write_receipt(receipt, asked.target)
+    assert list((asked.target / "receipts").iterdir()) == []
+
+    again = run_suite(asked)
+
+    assert [part.reused for part in again.times] == [True]
+    write_receipt(again, asked.target)
+    assert [part.reused for part in run_suite(asked).times] == [False]

@@ -128,6 +128,9 @@ def layer(index: int, frequencies: tuple[float, ...] = FREQUENCIES) -> LayerRece
         written_content_map_error=0.0,
         written_position_map_error=0.0,
         written_value_map_error=0.0,
+        written_content_probes=(1.0,),
+        written_position_probes=(1.0,),
+        written_value_probes=(1.0,),
         singular_values=(3.0, 2.0, 1.0),
     )
 

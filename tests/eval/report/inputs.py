@@ -42,6 +42,12 @@ def layer_receipt(index: int, *, rank: int = 48, kept: int = 64) -> LayerReceipt
         weighted_value_error=wave(index + 3, 0.02),
         singular_energy_kept=0.98,
         predicted_output_error=wave(index, 0.1),
+        written_content_map_error=wave(index, 0.2),
+        written_position_map_error=wave(index, 0.3),
+        written_value_map_error=wave(index, 0.4),
+        written_content_probes=(1.0, -2.0),
+        written_position_probes=(0.5, 0.25),
+        written_value_probes=(-1.5, 3.0),
         singular_values=tuple(wave(index, 3) * math.exp(-value / (9 + index % 5)) for value in range(kept)),
     )
 

@@ -130,7 +130,15 @@ def quality_section(names: tuple[str, ...]) -> quality.QualitySection:
         long_seq_len=2048,
         windows=(
             quality.WindowSums(
-                text=names[0], start=0, tokens=511, source_nll=1.5, target_nll=1.75, kl=0.25, top1=300, top5=400
+                text=names[0],
+                start=0,
+                ids_digest="sha256:" + "0" * 64,
+                tokens=511,
+                source_nll=1.5,
+                target_nll=1.75,
+                kl=0.25,
+                top1=300,
+                top5=400,
             ),
         ),
         resampling=Resampling(resamples=1000, confidence=0.95, seed=0),
