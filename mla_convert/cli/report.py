@@ -52,7 +52,7 @@ def command(
         FigureFormat | None, typer.Option("--format", help="Format of those files; png where none is named.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=f"Where to write [default: OUT/{REPORT_NAME}].")
+        Path | None, typer.Option(metavar="FILE", help=f"Where to write; else OUT/{REPORT_NAME}.")
     ] = None,
     json_output: JsonFlag = False,
     debug: Debug = False,
