@@ -63,7 +63,7 @@ def test_the_steps_and_their_order(commands: list[list[str]], tmp_path: Path) ->
     assert sorted(command[0] for command in commands) == sorted(stages)
     order = [command[0] for command in commands]
     assert order[:-2] == sorted(order[:-2], key=["inspect", "convert", "verify", "eval", "generate"].index)
-    assert commands[-2][-2:] == ["--suite", "quick"]
+    assert commands[-2][-6:] == ["--suite", "quick", "--part", "ladder", "--part", "quality"]
     assert order[-1] == "report"
     assert all("--json" in command for command in commands)
     first = str(tmp_path / "engine-40-152")
