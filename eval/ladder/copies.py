@@ -41,11 +41,10 @@ def copy_findings(source: SourceCheckpoint, target: TargetLayers) -> Iterator[Fi
 
 def _difference(source: torch.Tensor, written: torch.Tensor, scale: float) -> float | None:
     """None for a copy; else the relative error, or 1 where something is not finite."""
-    error = size = 0.0
-    equal = source.shape == written.shape
-    for own, copy in zip(row_blocks(source), row_blocks(written), strict=False):
-        if own.shape != copy.shape:
-            return 1.0
+    if source.shape != written.shape:
+        return 1.0
+    error, size, equal = 0.0, 0.0, True
+    for own, copy in zip(row_blocks(source), row_blocks(written), strict=True):
         expected = (own if scale == 1.0 else own.double() * scale).to(copy.dtype)
         equal = equal and torch.equal(expected, copy)
         error += float((copy.double() - expected.double()).square().sum())

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_convert.convert.reload_child import relative
 from mla_convert.decode.abi import DecodeCall
 from mla_convert.decode.reference import ReferenceBackend
 from mla_convert.decode.rows import RowFormat, encode
-from mla_convert.eval.ladder.layers import relative
 from mla_convert.eval.ladder.live import LiveRun, run_live
-from mla_convert.eval.ladder.scores import source_window
+from mla_convert.eval.ladder.scores import output_of_latents, source_window
 from mla_convert.eval.ladder.target_layers import TargetLayers
 from mla_convert.eval.loading import load_model
 from mla_convert.eval.serving import served
@@ -28,7 +28,6 @@ from mla_convert.mla.attention import (
     MLAFactors,
     absorb_query,
     absorbed,
-    expand_value,
     expanded,
     project_query,
 )
@@ -124,13 +123,6 @@ def _query(layer: _Layer) -> Tensor:
     return torch.cat([absorb_query(nope, layer.factors.w_uk), rope], dim=-1)
 
 
-def _output(layer: _Layer, latent: Tensor) -> Tensor:
-    """(1, q, H, d_c) weighted latents -> (q, D)."""
-    heads = expand_value(latent, layer.factors.w_uv)[0]  # (q, H, d_V)
-    out = torch.einsum("qhv,hDv->qD", heads, layer.factors.w_o)
-    return out if layer.factors.output_bias is None else out + layer.factors.output_bias
-
-
 def _over_rows(layer: _Layer, form: RowFormat) -> Tensor:
     """(T, D): float64 attention over rows that were stored in a format."""
     stored = encode(form, layer.rows.latent[0].float(), layer.rows.rope[0].float())  # (T, row)
@@ -143,7 +135,7 @@ def _over_rows(layer: _Layer, form: RowFormat) -> Tensor:
         scale=layer.factors.scale,
         causal=True,
     )
-    return _output(layer, ReferenceBackend().run(call).out.double())
+    return output_of_latents(layer.factors, ReferenceBackend().run(call).out[0].double())
 
 
 def _last(layer: _Layer, seen: int) -> Tensor:
@@ -151,4 +143,4 @@ def _last(layer: _Layer, seen: int) -> Tensor:
     query = _query(layer)[0, -1]  # (H, d_c + d_R)
     rows = torch.cat([layer.rows.latent[0], layer.rows.rope[0]], dim=-1)[:seen]  # (seen, d_c + d_R)
     weights = (query @ rows.T * layer.factors.scale).softmax(-1)  # (H, seen)
-    return _output(layer, (weights @ layer.rows.latent[0, :seen])[None, None])[0]
+    return output_of_latents(layer.factors, (weights @ layer.rows.latent[0, :seen])[None])[0]

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mla_convert.eval.ladder.layers import LayerFindings, relative
+from mla_convert.convert.reload_child import relative
+from mla_convert.eval.ladder.layers import LayerFindings
 from mla_convert.eval.ladder.rows_check import LIVE_TOLERANCE, LiveVerdict
 from mla_convert.manifests.evaluation.ladder import Drift, Finding, Stage
 from mla_convert.manifests.layers import LayerReceipt

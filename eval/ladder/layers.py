@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.convert.checkpoint import SourceCheckpoint
+from mla_convert.convert.reload_child import relative
 from mla_convert.convert.source_maps import source_maps
 from mla_convert.convert.source_model import StreamedSource
 from mla_convert.convert.weights import LayerWeights
@@ -172,12 +173,6 @@ class Ladder:
             outputs.append(theirs.output)
         assert total is not None  # there is at least one window
         return total, outputs
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over that of `expected`; the plain norm where that is zero."""
-    size = float(expected.double().norm())
-    return float((found.double() - expected.double()).norm()) / (size if size > 0 else 1.0)
 
 
 def energy_kept(weights: LayerWeights, covariance: Tensor, factors: MLAFactors) -> float:

@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mla_convert.eval.ladder.layers import relative
+from mla_convert.convert.reload_child import relative
 from mla_convert.eval.ladder.live import LayerRecord, LiveRun
+from mla_convert.eval.ladder.scores import output_of_latents
 from mla_convert.manifests.evaluation.ladder import CacheRows
 from mla_convert.mla.attention import (
     LatentRows,
     MLAFactors,
     Rope,
+    Step,
     absorb_query,
-    expand_value,
+    absorbed,
     project_query,
     project_rows,
 )
@@ -53,10 +55,10 @@ def check_live_layer(index: int, run: LiveRun, factors: MLAFactors) -> LiveVerdi
     record = run.layers[index]
     inputs = record.inputs.double()[None]  # (1, T, D)
     positions = torch.arange(inputs.shape[1])[None]
-    expected = project_rows(factors, inputs, positions)
-    outputs = _outputs(factors, inputs, positions, expected)
-    error = relative(record.outputs, outputs)
-    explained = None if error <= LIVE_TOLERANCE else _explain_output(record, factors, inputs, positions, expected)
+    step = absorbed(factors, inputs, positions)
+    expected = step.held
+    error = relative(record.outputs, step.output[0])
+    explained = None if error <= LIVE_TOLERANCE else _explain_output(record, factors, inputs, positions, step)
     rows = None if record.rows is None else _check_rows(index, run, record.rows, factors, expected)
     return LiveVerdict(rows, error, explained)
 
@@ -162,21 +164,12 @@ def _attend(factors: MLAFactors, scores: Tensor, visible: Tensor, rows: LatentRo
     """(H, q, T), (q, T) bool -> (q, D)."""
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     latent = torch.einsum("hqk,kc->qhc", weights, rows.latent[0])  # (q, H, d_c)
-    heads = expand_value(latent[None], factors.w_uv)[0]  # (q, H, d_V)
-    out = torch.einsum("qhv,hDv->qD", heads, factors.w_o)
-    return out if factors.output_bias is None else out + factors.output_bias
+    return output_of_latents(factors, latent)
 
 
-def _outputs(factors: MLAFactors, inputs: Tensor, positions: Tensor, rows: LatentRows) -> Tensor:
-    """(T, D) of the reference."""
-    scores = _scores(factors, inputs, positions, rows)
-    return _attend(factors, scores, torch.ones(scores.shape[1:], dtype=torch.bool).tril(), rows)
-
-
-def _explain_output(
-    record: LayerRecord, factors: MLAFactors, inputs: Tensor, positions: Tensor, rows: LatentRows
-) -> str:
+def _explain_output(record: LayerRecord, factors: MLAFactors, inputs: Tensor, positions: Tensor, step: Step) -> str:
     """Which keys the last query seems to have seen."""
+    rows = step.held
     scores = _scores(factors, inputs, positions, rows)[:, -1:]  # (H, 1, T)
     last, length = record.outputs[-1:].double(), scores.shape[-1]
     newest_first = torch.arange(length).flip(0)
@@ -189,5 +182,5 @@ def _explain_output(
         for what, visible in windows.items():
             if relative(_attend(factors, scores, visible[None], rows), last) <= LIVE_TOLERANCE:
                 return what
-    worst = int((record.outputs.double() - _outputs(factors, inputs, positions, rows)).norm(dim=-1).argmax())
+    worst = int((record.outputs.double() - step.output[0]).norm(dim=-1).argmax())
     return f"outputs over right inputs differ, most at token {worst}"

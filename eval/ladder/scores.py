@@ -91,9 +91,14 @@ def target_window(factors: MLAFactors, inputs: Tensor) -> WindowAttention:
     turned, mean = rotary_scores(query_pairs, key_pairs, factors.rope.frequencies)
     scores, content = (fixed + turned) * factors.scale, (fixed + mean) * factors.scale
     latent = causal_softmax(scores) @ rows.latent[0]  # (H, T, d_c)
-    heads = expand_value(latent.transpose(0, 1)[None], factors.w_uv)[0]  # (T, H, d_V)
-    output = torch.einsum("thv,hDv->tD", heads, factors.w_o)
-    return WindowAttention(scores, content, output if factors.output_bias is None else output + factors.output_bias)
+    return WindowAttention(scores, content, output_of_latents(factors, latent.transpose(0, 1)))
+
+
+def output_of_latents(factors: MLAFactors, latent: Tensor) -> Tensor:
+    """(q, H, d_c) weighted latents -> (q, D): what the layer adds to the stream."""
+    heads = expand_value(latent[None], factors.w_uv)[0]  # (q, H, d_V)
+    output = torch.einsum("qhv,hDv->qD", heads, factors.w_o)
+    return output if factors.output_bias is None else output + factors.output_bias
 
 
 def rotary_scores(queries: Tensor, keys: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

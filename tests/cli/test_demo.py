@@ -44,7 +44,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         results = {
             "eval": evaluation(numbers, perplexity),
             "generate": {"text": f" words of {name}"},
-            "report": {"report": "/work/report.html"},
+            "report": {"report": "/out/report.html"},
         }
         return Step(name, tuple(arguments), results.get(arguments[0], {}), Usage(1.5, 2_000_000_000))
 
