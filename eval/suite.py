@@ -25,7 +25,7 @@ from mla_convert.eval.suite_parts import KeptPart, PartStore
 from mla_convert.eval.systems.measure import measure_systems
 from mla_convert.eval.tasks.generation import measure_generation
 from mla_convert.eval.tasks.measure import measure_tasks
-from mla_convert.eval.text import overlap_with_calibration, refuse_overlap, tokenise
+from mla_convert.eval.text import overlap_with_calibration, refuse_overlap
 from mla_convert.eval.text_quality import measure_quality
 from mla_convert.manifests.digest import sha256_file
 from mla_convert.manifests.environment import capture
@@ -123,7 +123,7 @@ def run_suite(request: SuiteRequest, command: Sequence[str] | None = None) -> Ev
     manifest = check_target(request.target, prepared)
     refuse_overlap(overlap_with_calibration(manifest, prepared.corpora), request.options.allow_overlap)
     refuse_not_finite(request.target)
-    _check_texts(prepared)
+    texts = _tokenised(prepared)
     overlap = find_overlap(manifest, prepared.corpora, prepared.source.location.folder, request.options.text_field)
     if request.strict:
         overlap.refuse()
@@ -135,7 +135,7 @@ def run_suite(request: SuiteRequest, command: Sequence[str] | None = None) -> Ev
         manifest_sha256=sha256_file(request.target / MANIFEST_NAME),
         canonical_mla_id=manifest.canonical_mla_id,
     )
-    conditions = _conditions(request, context)
+    conditions = _conditions(request, context, texts)
     store = PartStore.of(compared, conditions)
     sections, times = _run_parts(request.parts, context, store)
     receipt = EvaluationReceipt(
@@ -173,8 +173,8 @@ def _run_parts(
     return sections, tuple(times)
 
 
-def _check_texts(prepared: Prepared) -> None:
-    """Each text is a domain of its own: given once, and as long as a window at least.
+def _tokenised(prepared: Prepared) -> TokenTexts:
+    """The texts as tokens. Each is a domain of its own: given once, and as long as a window at least.
 
     Raises:
         UsageFault: If two texts hold the same documents.
@@ -188,12 +188,13 @@ def _check_texts(prepared: Prepared) -> None:
         seen[key] = corpus.name
     plan, tokenizer = prepared.plan, load_tokenizer(prepared.source.location.folder)
     each = replace(plan, max_tokens=max(plan.max_tokens, len(prepared.corpora) * plan.seq_len))
-    cut_by_text(TokenTexts.of(prepared.corpora, tokenizer), each)
+    texts = TokenTexts.of(prepared.corpora, tokenizer)
+    cut_by_text(texts, each)
+    return texts
 
 
-def _conditions(request: SuiteRequest, context: SuiteContext) -> Conditions:
+def _conditions(request: SuiteRequest, context: SuiteContext, texts: TokenTexts) -> Conditions:
     prepared, options = context.prepared, request.options
-    tokenizer = load_tokenizer(context.source_folder)
     return Conditions(
         suite=request.suite,
         parts=tuple(name for name in PARTS if name in request.parts),
@@ -209,9 +210,9 @@ def _conditions(request: SuiteRequest, context: SuiteContext) -> Conditions:
                 sha256=corpus.sha256,
                 documents=len(corpus.documents),
                 characters=corpus.characters,
-                tokens=max(1, len(tokenise([corpus], tokenizer))),
+                tokens=len(text.stream),
             )
-            for corpus in prepared.corpora
+            for corpus, text in zip(prepared.corpora, texts.texts, strict=True)
         ),
         ids_digest=prepared.windows.ids_digest,
         bos_policy=prepared.windows.bos_policy,
