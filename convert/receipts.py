@@ -58,7 +58,7 @@ from mla_convert.manifests.models import (
 )
 from mla_convert.manifests.quality import CandidateRecord, MeasuredRecord, PredictionRecord
 from mla_convert.manifests.refinement import RefinementRecord
-from mla_convert.mla.map_error import MapErrors, MapProbes
+from mla_convert.mla.map_error import MapProbes
 from mla_convert.version import __version__
 
 # The head of a spectrum is enough to see what a rank cuts; whole spectra of large models are megabytes.
@@ -98,11 +98,10 @@ class SourceDigests:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One converted layer's slots and distances; `maps` and `probes` are of what is written, refinement included."""
+    """One converted layer's slots and distances; `probes` are of what is written, refinement included."""
 
     slots: RopeSlots
     quality: LayerQuality
-    maps: MapErrors
     probes: MapProbes
 
 
@@ -339,9 +338,6 @@ def _layer_receipt(index: int, record: LayerRecord, source: SourceCheckpoint, pl
         weighted_value_error=quality.weighted_value_error,
         singular_energy_kept=quality.energy_kept,
         predicted_output_error=quality.predicted_output_error,
-        written_content_map_error=record.maps.content,
-        written_position_map_error=record.maps.position,
-        written_value_map_error=record.maps.value,
         written_content_probes=tuple(record.probes.content.tolist()),
         written_position_probes=tuple(record.probes.position.tolist()),
         written_value_probes=tuple(record.probes.value.tolist()),

@@ -45,7 +45,6 @@ from mla_convert.convert.refine import Refined, refine
 from mla_convert.convert.reload_check import check_reload
 from mla_convert.convert.selection import Measured
 from mla_convert.convert.sidecars import copy_sidecars
-from mla_convert.convert.source_maps import source_maps
 from mla_convert.convert.source_model import StreamedSource
 from mla_convert.convert.source_reading import check_reading
 from mla_convert.convert.states import MEMORY_BUDGET_BYTES
@@ -57,7 +56,7 @@ from mla_convert.manifests.environment import Environment, capture
 from mla_convert.manifests.models import ConversionManifest
 from mla_convert.manifests.quality import MeasuredRecord, PredictionRecord
 from mla_convert.manifests.refinement import RefinementRecord
-from mla_convert.mla.map_error import map_errors, map_probes, maps_of_weights
+from mla_convert.mla.map_error import map_probes, maps_of_weights
 
 # Head room for the index, the manifest and the file system's own needs.
 DISK_MARGIN = 1.05
@@ -253,10 +252,7 @@ class _Work:
             final = converted.weights if refined is None else refined.weights(done.layer, converted.weights)
             writer.write_layer(done.layer, final)
             probe.advance(done.layer, final)
-            own, written = source_maps(weights, self.source.rope.frequencies), maps_of_weights(final)
-            layers.append(
-                LayerRecord(converted.slots, converted.quality, map_errors(own, written), map_probes(written))
-            )
+            layers.append(LayerRecord(converted.slots, converted.quality, map_probes(maps_of_weights(final))))
             if statistics is not None and self.prediction is None and predictable(self.plan):
                 losses.append(layer_loss(self.plan, weights, statistics, converted))
             scale, hidden = weights.softmax_scale, batch.hidden

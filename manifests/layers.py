@@ -32,10 +32,10 @@ class RopeSlot(Record):
 class LayerReceipt(Record):
     """Ranks, rotary slots and measured errors of one converted layer; errors are relative Frobenius norms.
 
-    `key_map_error`, `value_map_error` and the weighted ones are those of the closed form. `written_*` are those of what
-    was written, refinement included, by what no change of basis alters: the score as a form of two inputs (its mean
-    over the distances, and the rest) and the product of output and value projection. `written_*_probes` are random
-    projections of the same maps in float64, before they were stored; `mla/map_error.py` makes them from the files.
+    The map errors and the weighted ones are those of the closed form. `written_*_probes` are of what was written,
+    refinement included, in float64 before it was stored: random projections of what no change of basis alters, the
+    score as a form of two inputs (its mean over the distances, and the rest) and the product of output and value
+    projection. `mla/map_error.py` makes them again from the files.
     """
 
     index: int = Field(ge=0)
@@ -50,9 +50,6 @@ class LayerReceipt(Record):
     weighted_value_error: float | None = Field(ge=0)
     singular_energy_kept: float = Field(ge=0)
     predicted_output_error: float | None = Field(ge=0)
-    written_content_map_error: float = Field(ge=0)
-    written_position_map_error: float = Field(ge=0)
-    written_value_map_error: float = Field(ge=0)
     written_content_probes: tuple[float, ...]
     written_position_probes: tuple[float, ...]
     written_value_probes: tuple[float, ...]

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mla_convert.convert.checkpoint import SourceCheckpoint
 from mla_convert.convert.reload_child import relative
-from mla_convert.convert.source_maps import source_maps
 from mla_convert.convert.source_model import StreamedSource
 from mla_convert.convert.weights import LayerWeights
 from mla_convert.errors import CheckFailed
 from mla_convert.eval.ladder.scores import ScoreErrors, WindowAttention, score_errors, source_window, target_window
+from mla_convert.eval.ladder.source_maps import source_maps
 from mla_convert.eval.ladder.target_layers import TargetLayers
 from mla_convert.manifests.evaluation.ladder import LayerLadder
 from mla_convert.mla.attention import MLAFactors
@@ -37,7 +37,7 @@ class LayerFindings:
 
     Attributes:
         line: For the receipt.
-        maps: Distance of the maps with every input direction alike, as the manifest records it.
+        maps: Distance of the maps with every input direction alike.
         probes: Of the converted maps, in the source's scale.
         class_error: Output of transformers' own attention class against the factors, relative.
         spread: Standard deviation of the latent norm's factor over the tokens, relative to its mean.
