@@ -18,6 +18,7 @@ from PIL import Image
 SIZES = {1280: 900, 360: 740}
 SCHEMES = ("light", "dark")
 MAX_TABS = 60
+LOAD_SECONDS = 60
 # Antialiasing and fonts that are a little wider than those the layout was made with.
 SLACK_PIXELS = 3
 LEAST_DRAWN_SHARE = 0.01
@@ -60,13 +61,21 @@ def browser() -> Iterator[Any]:
 
 
 def show(browser: Any, page: Path, width: int, scheme: str) -> None:
-    """Load the page on a screen of this width with this preference."""
+    """Load the page, to its end, on a screen of this width with this preference."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
     metrics = {"width": width, "height": SIZES[width], "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
     browser.get("about:blank")
     browser.get(page.as_uri())
+    # On a busy machine `get` has come back with a part of the document read.
+    WebDriverWait(browser, LOAD_SECONDS).until(
+        lambda driver: driver.execute_script(
+            "return document.readyState === 'complete' && location.href === arguments[0]", page.as_uri()
+        )
+    )
 
 
 def picture(browser: Any, chart: dict[str, Any]) -> Image.Image:
